@@ -418,7 +418,7 @@ def advice_of(verdict: Verdict) -> str:
 
 def _comparison(verdict: Verdict) -> str:
     """Returns how to compare layers that mix examples or draw for each rank."""
-    if verdict.framework == "torch":
+    if verdict.framework in ("torch", "keras"):
         return (
             "record the reference once more, in one process, with"
             f' replay="{verdict.training}", shards="each": it then computes the part of each rank'

@@ -207,6 +207,8 @@ class About:
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         not_loaded: names of the variables that were not, as they do not fit.
+        draws_apart: whether a reference by parts computed something else with the number of another
+            replica from the same random state, in each step.
         left_out: sentences that say what a script keeps and the file does not have, and why.
         structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
         predicted: nesting of the arrays of "y_pred".
@@ -257,6 +259,7 @@ class About:
     permuted: int | None = None
     replayed: str | None = None
     not_loaded: tuple[str, ...] = ()
+    draws_apart: bool = False
     left_out: tuple[str, ...] = ()
     structure: Any = None
     predicted: Any = None

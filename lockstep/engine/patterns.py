@@ -213,7 +213,7 @@ def stream(how: str) -> Test:
     """Returns the test of random streams that are "same", "repeated" or "other"."""
 
     def test(finding: Finding, look: Look) -> str:
-        if look.pair.has_same_shards and how != "repeated":
+        if look.pair.has_same_shards and how != "repeated" and "random" not in finding.seen:
             return ""  # The reference draws the same numbers for each part.
         if finding.node == BETWEEN and "random" not in finding.seen:
             return ""
@@ -630,6 +630,8 @@ def mean_is_right(finding: Finding, look: Look) -> str:
 
 def of_norm(finding: Finding, look: Look) -> str:
     """Tests statistics of layers that normalise, which each rank has of its own examples."""
+    if look.pair.has_same_shards:
+        return ""  # So has the reference.
     layers = look.pair.training.trace.about.layers
     norms = [x for x in layers if "norm" in str(x.get("class")).lower()]
     names = {name for layer in norms for name in layer.get("weights", ())}

@@ -76,9 +76,17 @@ def states_of(step: Step) -> States:
 def _used_seeds(step: Step, shard: int) -> list[np.ndarray]:
     """Returns the states of layers that are variables, where a step changes them."""
     copy = step.trace.copy_of(shard)
-    own, before, after = (x[copy] for x in (step.own_starts, step.named("before"), step.ends))
-    names = [n for n in step.of_kind(SEED) if n in own and n in before and n in after]
-    return [own[n].view(np.uint8) for n in names if not same_bits(before[n], after[n])]
+    own = step.own_starts[copy]
+    moved = _moved_seeds(step, copy) or ()
+    return [own[name].view(np.uint8) for name in moved if name in own]
+
+
+def _moved_seeds(step: Step, copy: int) -> list[str] | None:
+    """Returns the states of layers that are variables, and that a step changes; None without."""
+    before, after = step.named("before")[copy], step.ends[copy]
+    names = [name for name in step.of_kind(SEED) if name in before and name in after]
+    moved = [name for name in names if not same_bits(before[name], after[name])]
+    return moved if names else None
 
 
 def own_states(step: Step, shard: int) -> Sequence[np.ndarray]:
@@ -111,15 +119,22 @@ def unlike_states(pair: Pair) -> list[Unlike]:
     # Ranks may rightly draw from states of their own, if they always did.
     if alike and apart and _were_the_references(pair):
         found.append(Unlike(OTHER, ranks=tuple(apart)))
+    if _moved_seeds(pair.reference, 0) and any(
+        not has_keys(pair.training) and _moved_seeds(pair.training, copy) == []
+        for copy in pair.copies
+    ):
+        found.append(Unlike(REPEATED, "the random state, which the step leaves as it was,"))
     return [*found, *_within_replicas(pair)]
 
 
 def lost_states(pair: Pair) -> list[Unlike]:
     """Returns the states that the claim does not see: loading the reference's may hide them.
 
-    A key that all devices have is each device's own with its number.
+    A key that all devices have is each device's own with its number. So is a state, where layers
+    of the reference by parts draw other numbers with the number of another replica.
     """
-    wrong = {REPEATED} if has_keys(pair.training) else {REPEATED, SAME}
+    is_own = has_keys(pair.training) or pair.reference.trace.about.draws_apart
+    wrong = {REPEATED} if is_own else {REPEATED, SAME}
     found = [x for x in unlike_states(pair) if x.how in wrong]
     return [*found, *_within_replicas(pair)]
 

@@ -20,7 +20,7 @@ from lockstep.engine.measured import Table
 from lockstep.engine.missing import Missing
 from lockstep.engine.pair import Pair, has_batch_norms
 from lockstep.engine.patterns import named
-from lockstep.engine.random import REPEATED, draws, is_random, lost_states, moved_states
+from lockstep.engine.random import REPEATED, SAME, draws, is_random, lost_states, moved_states
 from lockstep.engine.step import Step
 from lockstep.engine.sums import hidden_in_sum, unused
 from lockstep.engine.verdict import (
@@ -339,7 +339,10 @@ class _Training:
         draws_own = num > 1 and has_states and all(draws(step, shard) for shard in step.shards)
         if num > 1 and not step.has("random"):  # It is not recorded what layers draw.
             draws_own = any(map(is_random, step.trace.about.layers))
-        is_seen = bool(look.layers or look.random) or finding.seen.get("by") == "rank"
+        # Layers of Keras may fold the number of the replica into equal states.
+        folds = step.trace.about.framework == "keras"
+        unlike = [x for x in look.random if not (folds and x.how == SAME)]
+        is_seen = bool(look.layers or unlike) or finding.seen.get("by") == "rank"
         if finding.node in (LOSS, GRADIENT, SUM) and look.outputs_apart:
             # Layers that compute something else for each rank give other outputs.
             is_seen |= all(np.all(apart <= look.limit) for apart in look.outputs_apart)

@@ -186,7 +186,7 @@ class _Session:
         about, self._files = load(one).about, [one]
         # A verdict says which steps the reference lacks, as it ends early or skips updates.
         self._steps = [step for step in self._steps if step in about.steps] or self._steps
-        self._can_run_by_parts = about.framework == "torch" and about.num_replicas == 1
+        self._can_run_by_parts = about.framework != "jax" and about.num_replicas == 1
         if self._settings.tolerance is None:
             title, given = f"{REFERENCE}, examples permuted", {"replay": one, "permute": 1}
             self._files.append(self._record(title, self._reference, "permuted", **given))

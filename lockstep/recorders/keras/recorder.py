@@ -16,6 +16,7 @@ from lockstep.recorders.common import (
     Path,
     Request,
     rank_path,
+    require,
     with_command,
 )
 from lockstep.recorders.keras.description import Models, computed_in
@@ -49,6 +50,9 @@ class Recorder:
         start: whether a sampled recording has the whole state before its first step, too, which
             `replay` needs.
         first_step: number of the first step of this process, which may resume a training.
+        shards: "each" calls the model, on one device, once for each replica's part of the batch in
+            `replay`, with its seeds and its number: layers such as BatchNorm and Dropout then
+            compute what each replica does.
 
     Attributes:
         about: the description of the recording, complete after the block.
@@ -66,6 +70,7 @@ class Recorder:
         *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
         sample: int | None = 0, start: bool = False, first_step: int = 0,
+        shards: str | None = None,
     ):  # fmt: skip
         self._model = model if isinstance(model, keras.Model) else Models(model)
         self._optimizers = Optimizers(self._model, optimizer)
@@ -78,7 +83,11 @@ class Recorder:
             steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
             first_step=first_step,
         )  # fmt: skip
-        self._observer = StepObserver(self._model, self._optimizers, self._request)
+        is_known = shards is None or (shards == "each" and replay)
+        require(is_known, f"shards={shards!r}: must be 'each', with replay=")
+        self._observer = StepObserver(
+            self._model, self._optimizers, self._request, by_parts=bool(shards)
+        )
         self._notes = Notes()
         self.about: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
@@ -155,6 +164,7 @@ class Recorder:
             "settings": [optimizers.settings(copies.rates(step)) for step in copies.steps],
             "optimizer": optimizers.about(),
             "computed_in": computed_in(self._model),
+            "draws_apart": bool(observer.shards and observer.shards.draws_apart),
         }
 
     def save(self, path: Path) -> None:
@@ -179,7 +189,7 @@ def record(
     optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
     steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
     permute: int | None = None, names: Mapping[str, str] | None = None,
-    sample: int | None = None, start: bool = False, first_step: int = 0,
+    sample: int | None = None, start: bool = False, first_step: int = 0, shards: str | None = None,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
     """Records steps in a `with` block; its end finishes the file, also if an error ends it.
 
@@ -191,7 +201,7 @@ def record(
     """
     file, given = with_command(
         path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
-        first_step=first_step,
+        first_step=first_step, shards=shards,
     )  # fmt: skip
     if file is None:
         yield NotRecording()

@@ -23,6 +23,7 @@ from lockstep.recorders.keras.private import (
     trace,
 )
 from lockstep.recorders.keras.replay import Replay
+from lockstep.recorders.keras.shards import ShardRunner
 from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
 
 
@@ -33,22 +34,29 @@ class StepObserver:
         model: the model.
         optimizers: those that the steps apply.
         request: the steps to record, and the recording to start them from.
+        by_parts: whether the model is called for each replica's part in that recording.
 
     Attributes:
         about: what the steps tell of the description.
         copies: what was copied.
         replay: assigns the states of the other recording; None without one.
+        shards: calls the model for each part of the batch; None to call it as it is.
         has_parts: whether a step takes the gradients of several losses.
         repeated: weights to which a step applies several gradients.
         frozen: names of the layers in evaluation mode.
     """
 
-    def __init__(self, model: keras.Model, optimizers: Optimizers, request: Request) -> None:
+    def __init__(
+        self, model: keras.Model, optimizers: Optimizers, request: Request, *, by_parts: bool
+    ) -> None:
         self._model, self._optimizers, self._hooks = model, optimizers, Hooks()
         self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
         self.copies = Copies(request, self.about)
         self.replay = Replay(request) if request.replay else None
+        self.shards = None
+        if by_parts and self.replay:
+            self.shards = ShardRunner(model, self.replay.states, self.copies)
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
         self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
         self._num_variables: dict[int, int] = {}  # Of a replica: those of the model at its start.
@@ -67,6 +75,8 @@ class StepObserver:
             hook(own, "apply", self._apply)
             hook(own, "scale_loss", self._scale_loss)
         hook(tf.GradientTape, "gradient", self._gradient)
+        if self.shards:
+            self.shards.install(self._hooks)
         self._model.train_function = None  # One that is traced already has no hooks.
 
     def remove(self) -> None:

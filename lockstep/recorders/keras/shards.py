@@ -1,0 +1,180 @@
+"""Calls the model, on one device, for each replica's part of the batch in another recording."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from lockstep.data.trace import SEED
+from lockstep.recorders.common import Hooks, require
+from lockstep.recorders.keras.copies import Copies
+from lockstep.recorders.keras.values import is_float, replica_id
+from lockstep.recorders.states import States
+
+
+class _Context:
+    """A replica's context that has another number, and other replicas beside it."""
+
+    def __init__(self, context: Any, replica: int, num: int) -> None:
+        self._context = context
+        self.replica_id_in_sync_group = tf.constant(replica)
+        self.num_replicas_in_sync = num
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+class ShardRunner:
+    """Calls the model once for each part of the batch, in place of one call.
+
+    Each part is computed with the seeds of its replica and in a context that has its number. That
+    of replica 0 comes last: the model keeps its statistics, and the seeds after it. The others are
+    also computed with the number 0, which shows whether layers draw by the number of the replica.
+
+    Args:
+        model: the model.
+        states: the states of the replicas in the other recording.
+        copies: what was copied of the step.
+
+    Attributes:
+        draws_apart: whether the number of a replica has made a difference in each recorded step.
+
+    Raises:
+        ValueError: the model cannot be called for parts of a batch.
+    """
+
+    def __init__(self, model: keras.Model, states: States, copies: Copies) -> None:
+        self._model, self._states, self._copies = model, states, copies
+        self._num, self._apart = states.trace.about.num_replicas, dict[int, bool]()
+        synchronized = [x.name for x in model.layers if getattr(x, "synchronized", False)]
+        require(
+            not synchronized,
+            f"shards='each': {', '.join(synchronized[:1])} is synchronised; record without shards=",
+        )
+        is_one = model.distribute_strategy.num_replicas_in_sync == 1
+        is_called = type(model).call is not keras.Model.call
+        require(is_one and is_called, "shards='each': needs one model, called on one device")
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether the number of a replica has made a difference in each recorded step."""
+        return bool(self._apart) and all(self._apart.values())
+
+    def install(self, hooks: Hooks) -> None:
+        """Replaces the model's method `call`."""
+        hooks.hook(self._model, "call", self._call)
+
+    @tf.autograph.experimental.do_not_convert
+    def _call(self, inner: Callable, *args: Any, **options: Any) -> Any:
+        rows = [x for x in tree.flatten((args, options)) if tf.is_tensor(x) and x.shape.rank]
+        is_in_step = self._copies.is_in_step and not self._copies.is_idle
+        if not (is_in_step and rows and options.get("training")):
+            return inner(*args, **options)
+        number = self._copies.number[replica_id()]
+        found = tf.numpy_function(self._places, [number, rows[0]], [tf.int64] * (self._num + 1))
+        *places, numbers = [tf.ensure_shape(each, [None]) for each in found]
+        state, outputs = self._model.non_trainable_variables, dict[int, Any]()
+        num_losses = len(self._model.losses)
+        saved = [tf.identity(variable.value) for variable in state]
+        apart = tf.constant(False)
+        for replica in reversed(range(self._num)):
+            given = tree.map_structure(
+                lambda x, own=places[replica]: _rows_of(x, own), (args, options)
+            )
+            own: list[Any] = []
+            for as_replica in (0, replica) if replica else (0,):
+                self._assign_seeds(number, replica)
+                with self._numbered(as_replica):
+                    own.append(inner(*given[0], **given[1]))
+                if replica:
+                    for variable, value in zip(state, saved, strict=True):
+                        variable.assign(value)
+            outputs[replica] = own[-1]
+            if replica:
+                apart = tf.logical_or(apart, _differ(*own))
+        if len(self._model.losses) > num_losses:
+            self._copies.fail("shards='each': layers add losses of what they compute")
+        self._note(number, apart)
+        self._copies.keep("shards", [numbers])
+        order = tf.argsort(tf.concat(places[::-1], 0))
+        joined = [outputs[replica] for replica in reversed(range(self._num))]
+        return tree.map_structure(lambda *parts: _joined(parts, order), *joined)
+
+    @contextlib.contextmanager
+    def _numbered(self, replica: int) -> Iterator[None]:
+        """Gives layers that ask for it the context of a replica of the other training."""
+        context = _Context(tf.distribute.get_replica_context(), replica, self._num)
+        with mock.patch.object(tf.distribute, "get_replica_context", lambda: context):
+            yield
+
+    def _places(self, number: np.int64, batch: np.ndarray) -> list[np.ndarray]:
+        """Returns the places of each replica's examples in a batch, and the replica of each.
+
+        Where the batch has other examples, it is split evenly, and no replica is said to have them.
+        """
+        rows, found = collections.defaultdict[bytes, list[int]](list), list[np.ndarray]()
+        for place, row in enumerate(batch):
+            rows[row.tobytes()].append(place)
+        for replica in range(self._num) if number >= 0 else ():
+            position = self._states.position(int(number))
+            (own, *_) = self._states.trace.arrays(position, "data", replica) or [batch[:0]]
+            wanted = [row.tobytes() for row in own.astype(batch.dtype)]
+            found.append(np.array([rows[row].pop(0) for row in wanted if rows.get(row)], np.int64))
+        if not found or sorted(np.concatenate(found)) != [*range(len(batch))]:
+            split = np.array_split(np.arange(len(batch)), self._num)
+            return [*split, np.full(len(batch), -1)]
+        numbers = np.empty(len(batch), np.int64)
+        for replica, places in enumerate(found):
+            numbers[places] = replica
+        return [*found, numbers]
+
+    def _assign_seeds(self, number: tf.Tensor, replica: int) -> None:
+        """Assigns the seeds that a replica has before a step, if the step is recorded."""
+        seeds = [v for v in self._model.non_trainable_variables if not is_float(v)]
+        keys = [key for key, v in self._states.trace.variables.items() if v.kind == SEED]
+        if len(keys) != len(seeds) or not seeds:
+            return
+
+        def read(number: np.int64, *own: np.ndarray) -> list[np.ndarray]:
+            before = self._states.before(int(number), replica) if number >= 0 else {}
+            return [
+                np.asarray(before.get(key, x), x.dtype) for key, x in zip(keys, own, strict=True)
+            ]
+
+        values = [tf.identity(v.value) for v in seeds]
+        found = tf.numpy_function(read, [number, *values], [x.dtype for x in values])
+        for variable, array in zip(seeds, found, strict=True):
+            variable.assign(tf.reshape(array, variable.shape))
+
+    def _note(self, number: tf.Tensor, apart: tf.Tensor) -> None:
+        def note(number: np.int64, apart: np.bool_) -> np.int64:
+            if number >= 0:
+                self._apart[int(number)] = bool(apart)
+            return number
+
+        tf.numpy_function(note, [number, apart], tf.int64)
+
+
+def _rows_of(value: Any, places: tf.Tensor) -> Any:
+    """Returns these rows of a tensor of the batch; other arguments as they are."""
+    return tf.gather(value, places) if tf.is_tensor(value) and value.shape.rank else value
+
+
+def _differ(first: Any, second: Any) -> tf.Tensor:
+    """Returns whether two nests of outputs differ in any element."""
+    pairs = zip(tree.flatten(first), tree.flatten(second), strict=True)
+    return tf.reduce_any([tf.reduce_any(a != b) for a, b in pairs])
+
+
+def _joined(parts: Sequence[Any], order: tf.Tensor) -> tf.Tensor:
+    """Returns the outputs of all parts of a batch as one, in the order of its examples."""
+    have_rows = all(tf.is_tensor(part) and part.shape.rank for part in parts)
+    text = "the model has an output without a row for each example; record without shards="
+    require(have_rows, f"shards='each': {text}")
+    return tf.gather(tf.concat(parts, 0), order)
