@@ -21,8 +21,8 @@ GLOBAL_BATCH_SIZE = 12
 class ReplicaDropout(keras.layers.Layer):
     """For *same random numbers on ranks*: `Dropout` with the number of the replica in its seed.
 
-    The state of the generator stays equal on all replicas, and a comparison of recordings still
-    says "same random numbers": set the rate to 0 to compare gradients.
+    The state of the generator stays equal on all replicas: only a reference by parts, as
+    `python -m lockstep run` makes it, tells that what they draw is not.
     """
 
     def __init__(self, rate: float, seed: int = 0) -> None:
