@@ -739,12 +739,17 @@ def _of_rows(look: Look, asked: Asked) -> tuple[list[Formula], list[Formula]]:
 
 
 def local_norms(pair: Pair) -> list[tuple[float, float]]:
-    """Returns for each rank of a mesh the norm of its parts before clipping, and its factor."""
+    """Returns for each rank of a mesh the norm of its parts before clipping, and its factor.
+
+    Empty where what a rank applies was not recorded.
+    """
     trace, position, found = pair.training.trace, pair.training.position, []
     for rank in pair.copies if trace.mesh else ():
         kinds = "unclipped", "sums", "raw"
         before = next(filter(None, (trace.local(position, kind, rank) for kind in kinds)), {})
         after = trace.local(position, "clipped", rank)
+        if not after:
+            return []
         size = norm_of({n: dense(g) for n, g in before.items()})
         both = [(dense(after[n]), dense(g)) for n, g in before.items() if n in after]
         product = sum(float(np.sum(a * b)) for a, b in both if a.shape == b.shape)
