@@ -216,6 +216,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     }
     found, collected = Assembled(common, of_replica, {}, {}, {}), _collected(files, common)
     recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
+    kinds = {(position, kind) for position, kind, _ in collected}
     numbers = {key: str(number) for number, key in enumerate(common.keys)}
     left_out = set[tuple[str, str]]()  # Positions and kinds.
     for (position, kind, index), by_text in collected.items():
@@ -240,7 +241,9 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             for rank, part in held.items() if of_gradients else ():
                 found.parts[f"{position}/{kind}/{rank}/{index}"] = part
         of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
-        if kind in ("raw", "added", "sums") and any(map(_differ, of_replicas)):
+        # Sums are what is applied, unless that was recorded.
+        is_later = kind in ("raw", "added") or (kind == "sums" and (position, "clipped") in kinds)
+        if is_later and any(map(_differ, of_replicas)):
             left_out.add((position, kind))
         for item in range(mesh.size if of_copies else mesh.num_replicas):
             own = _nearest(wholes, item, mesh) if of_copies else of_replicas[item]
