@@ -312,7 +312,6 @@ def verdict_of(one, tmp_path):
 
 @pytest.mark.parametrize("program, bug, node", [
     (per_part, "rate", "update"), (per_part, "not reduced", "sum"),
-    (built_in_a_step, "", ""), (built_in_a_step, "mean", "loss"),
     (mixed_float16, "", ""), (mixed_float16, "other loss", "loss"),
     (compiled_gradients, "", ""), (compiled_gradients, "sum", "loss"),
     pytest.param(several_updates, "scaled", "update", marks=pytest.mark.slow),
@@ -320,6 +319,12 @@ def verdict_of(one, tmp_path):
 def test_right_programs_are_clean_and_bugs_have_a_place(program, bug, node, verdict_of):
     verdict = verdict_of(program, bug)
     assert node_of(verdict) == node, str(verdict)
+
+
+def test_a_model_that_a_step_builds_is_refused(tmp_path):
+    told = "has no weights yet; call the model with a batch, or call model.build"
+    with pytest.raises(ValueError, match=told):
+        train(built_in_a_step, 2, str(tmp_path / "two.npz"))
 
 
 @pytest.mark.parametrize("program, given", [(per_part, [0]), (gan, None)])

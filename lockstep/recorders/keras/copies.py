@@ -3,7 +3,6 @@
 import collections
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ class Copies:
         output: the file to which arrays are written as they come; None to keep them in memory.
         number: replica → the number of its step, a tensor; -1 if that is not recorded.
         error: the first error within a step, in words.
-        is_idle: whether a step is traced that is not run, of which nothing is copied.
         kept: number of a step, kind and replica → "INDEX", or "INDEX/values", … → array, or what
             the file has of it; None if that cannot be written.
         shapes: index of a variable that is sampled → its whole shape.
@@ -42,7 +40,6 @@ class Copies:
 
     def __init__(self, request: Request, about: Mapping[str, Any]) -> None:
         self._request, self._about, self.error = request, about, ""
-        self.is_idle = False
         self.output: Output | None = None
         self.number: dict[int, tf.Tensor] = {}
         self.kept: dict[tuple[int, str, int], dict[str, np.ndarray | Member | None]] = {}
@@ -59,17 +56,6 @@ class Copies:
         """Raises ValueError, whose text is kept without the notes of a traced function."""
         self.error = text
         raise ValueError(text)
-
-    def fail_when_run(self, text: str) -> None:
-        """Raises ValueError when a recorded step runs: TensorFlow may trace it again before."""
-
-        def fail(number: np.int64) -> np.int64:
-            self.error = text
-            raise ValueError(text)
-
-        number = self.number[replica_id()]
-        call = partial(tf.numpy_function, fail, [number], tf.int64)
-        tf.cond(number >= 0, call, lambda: number)
 
     def begin(self, data: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns the number of the step that this replica begins, -1 if it is not recorded."""
@@ -100,8 +86,6 @@ class Copies:
         `places` are their indices, from 0 if it is None.
         """
         replica, parts = replica_id(), dict[str, Any]()
-        if self.is_idle:
-            return
         if (number := self.number.get(replica)) is None:
             raise ValueError(NOT_WRAPPED)
         if is_in_xla():

@@ -5,12 +5,11 @@ would not be seen.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_util
 
 from lockstep.recorders import common
@@ -26,8 +25,6 @@ _uses_weight_decay = _method("_use_weight_decay")
 layers_of = _method("_flatten_layers")  # The layers in a layer or model, with it.
 layers_in = _attribute("_layers")  # Those in it, not in its parts.
 _own_part = _method("_aggregate_additional_loss")
-_trace = private(func_graph, "func_graph_from_py_func")
-_OF_FUNCTION = 50  # Priority of the scopes in which `tf.function` creates variables.
 
 
 def hook_update(
@@ -60,21 +57,6 @@ def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Sets the strategy of a model, which is that of its creation."""
     private(model, "_distribute_strategy")
     model._distribute_strategy = strategy
-
-
-def trace(function: Callable, specs: Sequence[Any]) -> None:
-    """Traces a function that is not run, as one of its own; its variables get their values now.
-
-    `tf.function`, which may be tracing, would create them without values.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    stack = private(graph, "_variable_creator_stack")
-    graph._variable_creator_stack = [each for each in stack if each[0] > _OF_FUNCTION]
-    try:
-        with tf.init_scope():
-            _trace("step", function, specs, {})
-    finally:
-        graph._variable_creator_stack = stack
 
 
 def is_in_xla() -> bool:

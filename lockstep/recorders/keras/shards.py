@@ -73,8 +73,7 @@ class ShardRunner:
     @tf.autograph.experimental.do_not_convert
     def _call(self, inner: Callable, *args: Any, **options: Any) -> Any:
         rows = [x for x in tree.flatten((args, options)) if tf.is_tensor(x) and x.shape.rank]
-        is_in_step = self._copies.is_in_step and not self._copies.is_idle
-        if not (is_in_step and rows and options.get("training")):
+        if not (self._copies.is_in_step and rows and options.get("training")):
             return inner(*args, **options)
         number = self._copies.number[replica_id()]
         found = tf.numpy_function(self._places, [number, rows[0]], [tf.int64] * (self._num + 1))

@@ -1,13 +1,10 @@
 """Observes the step of a replica: its examples, outputs, losses, gradients and state."""
 
-import contextlib
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -20,11 +17,12 @@ from lockstep.recorders.keras.private import (
     is_in_branch,
     layers_of,
     regularisation,
-    trace,
 )
 from lockstep.recorders.keras.replay import Replay
 from lockstep.recorders.keras.shards import ShardRunner
 from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
+
+_CALL = "call the model with a batch, or call model.build(input_shape), before the block"
 
 
 class StepObserver:
@@ -64,7 +62,7 @@ class StepObserver:
         self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
         self._num_losses: dict[int, int] = {}  # Of the replicas that are in a step.
         self._scaled: set[int] = set()  # Replicas whose loss an optimizer scales.
-        self._is_built = False  # Whether weights were created that only a call creates.
+        self._is_built = False  # Whether the weights that a call creates were asked for.
 
     def install(self) -> None:
         """Replaces methods of the model, the optimizers' classes and the tape."""
@@ -99,10 +97,9 @@ class StepObserver:
     @tf.autograph.experimental.do_not_convert
     def _begin_step(self, inner: Callable, data: Any) -> Any:
         """Copies what is known before a step; returns its examples."""
-        if self._needs_trace():
-            self._trace(inner, data)
-        if not self._model.built:
-            self._build_model(data)
+        if not self._is_built:
+            self._is_built = True
+            self._require_weights(inner, data)
         for optimizer in self._optimizers.known_before_a_step():
             self._add(optimizer)
         self._request.choose_sample(size_of_weights(self._model))
@@ -120,57 +117,15 @@ class StepObserver:
         self._num_losses[replica] = 0
         return data
 
-    def _needs_trace(self) -> bool:
-        """Returns whether a step has to be traced before, as it may create variables.
-
-        `model.build` may mark a model as built whose layers are not. Where no function is traced, a
-        call of the model is enough: a step may count in Python.
-        """
-        is_built = self._is_built or all(layer.built for layer in layers_of(self._model))
-        can_call = not self._model.built and type(self._model).call is not keras.Model.call
-        return not is_built and not (tf.executing_eagerly() and can_call)
-
-    def _trace(self, inner: Callable, data: Sequence[Any]) -> None:
-        """Traces a step that is not run, which creates the variables that it creates.
-
-        Random numbers of Python and NumPy that it draws are drawn again by a step that runs
-        eagerly. `tf.function`, which traces again what creates variables, draws others, too.
-        """
-        is_eager = tf.executing_eagerly()
-        flat = tree.flatten(data)
-        places = [index for index, leaf in enumerate(flat) if tf.is_tensor(leaf)]
-        specs = [tf.type_spec_from_value(flat[index]) for index in places]
-
-        def step(*tensors: Any) -> Any:
-            own = dict(zip(places, tensors, strict=True))
-            leaves = [own.get(index, leaf) for index, leaf in enumerate(flat)]
-            return inner(*tree.pack_sequence_as(data, leaves))
-
-        def of_replicas(strategy: tf.distribute.Strategy) -> None:
-            if self._is_built:
-                return
-            self._is_built = self.copies.is_idle = True
-            run = partial(strategy.run, tf.autograph.to_graph(step))
-            states = random.getstate(), np.random.get_state()
-            # An error is that of the step, which is traced again; or it needs values.
-            with contextlib.suppress(Exception):
-                trace(lambda *tensors: run(args=tensors), specs)
-            if is_eager:
-                random.setstate(states[0])
-                np.random.set_state(states[1])
-            self.copies.is_idle = False
-
-        tf.distribute.get_replica_context().merge_call(of_replicas)
-
-    def _build_model(self, data: Sequence[Any]) -> None:
-        """Creates the variables of a model that is called for the first time."""
-        unbuilt = [layer for layer in layers_of(self._model) if not layer.built]
-        if type(self._model).call is keras.Model.call:  # Only its parts are called.
-            if parts := [layer.name for layer in unbuilt if layer is not self._model]:
-                self.copies.fail(
-                    f"{parts[0]} has no weights yet; call model.build(input_shape) before"
-                )
+    def _require_weights(self, inner: Callable, data: Sequence[Any]) -> None:
+        """Creates the weights of a model that `fit` calls for the first time."""
+        is_called = type(self._model).call is not keras.Model.call
+        layers = layers_of(self._model) if is_called else self._model.layers
+        unbuilt = [layer.name for layer in layers if not layer.built]
+        if not unbuilt:
             return
+        if getattr(inner, "__self__", None) is not self._model or not is_called:
+            self.copies.fail(f"{unbuilt[0]} has no weights yet; {_CALL}")
         batch = data[0] if len(data) == 1 else data
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
 
@@ -179,8 +134,7 @@ class StepObserver:
 
         def build(strategy: tf.distribute.Strategy) -> None:
             with tf.init_scope():
-                if not self._model.built:
-                    self._model(tree.map_structure(zeros, x))
+                self._model(tree.map_structure(zeros, x))
 
         tf.distribute.get_replica_context().merge_call(build)
 
@@ -219,10 +173,7 @@ class StepObserver:
     def _end_step(self) -> None:
         late = len(self._state[0]) - self._num_variables.pop(replica_id())
         if late:
-            self.copies.fail_when_run(
-                f"{self._model.name} creates {late} of its variables in a step; call it with a"
-                " batch before the block"
-            )
+            self.copies.fail(f"{self._model.name} creates {late} variables in a step; {_CALL}")
         self.copies.keep("after", [variable for own in self._state for variable in own])
         self.copies.end()
 
@@ -268,8 +219,6 @@ class StepObserver:
         weights = trainable_variables if weights is None else weights
         weights = weights if weights is None else list(weights)
         is_in_step = replica_id() in self._num_losses
-        if self.copies.is_idle:
-            return inner(optimizer, gradients, weights)
         if not is_in_step and self._optimizers.trains(weights or ()):
             raise ValueError(NOT_WRAPPED)
         if is_in_step:
