@@ -52,7 +52,7 @@ MAX_MEMBERS = MAX_ARRAYS = 250_000  # Several names of arrays may be one member'
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _MAX_AXES, _MAX_ELEMENTS = 32, 2**48
-_NUMBERS, _TEXTS = re.compile(r"[<|](b1|[iu][1248]|f[248])"), re.compile(r"[<|][SU][0-9]{1,9}")
+_NUMBERS, _TEXTS = re.compile(r"[<|](b1|[iu][1248]|f[248])"), re.compile(r"[<|][SU][1-9][0-9]{0,7}")
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _NAME = re.compile(
     rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/(values|indices|rows|elements|sums))?",
@@ -222,7 +222,7 @@ def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[st
     if len(infos) > MAX_MEMBERS:
         raise Fault(f"has more than {MAX_MEMBERS:,} members; record fewer steps")
     if sum(info.file_size for info in infos) > size_bytes:
-        raise Fault("has less bytes than its index says; record it again, without compression")
+        raise Fault("has fewer bytes than its index says; record it again, without compression")
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise Fault(
@@ -249,11 +249,12 @@ def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Me
         if size > _MAX_HEADER_BYTES or (header := _header_of(member.read(size))) is None:
             raise Fault(f"has a header that no trace has in {info.filename}; record it again")
         shape, is_transposed, descr = header
-        is_text = info.filename == "about.npy" or "/data/" in info.filename
+        # A recorder writes arrays before they get their names.
+        is_text = info.filename == "about.npy" or info.filename.split("/")[1] in ("data", KEPT)
         if not (_NUMBERS.fullmatch(descr) or (is_text and _TEXTS.fullmatch(descr))):
             raise Fault(
-                f"has dtype {shown(descr)} in {info.filename}, which no trace has; record numbers"
-                " of at most 64 bits, little-endian (bfloat16 as float32)"
+                f"has dtype {shown(descr)} in {info.filename}, which no trace has; record real"
+                " numbers of at most 64 bits, little-endian (bfloat16 as float32)"
             )
         dtype = np.dtype(descr)
         start = member.tell()
@@ -273,7 +274,7 @@ def _header_of(header: bytes) -> tuple[tuple[int, ...], bool, str] | None:
     """
     try:
         values = ast.literal_eval(header.decode("latin-1"))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     if not isinstance(values, dict) or values.keys() != {"descr", "fortran_order", "shape"}:
         return None
@@ -297,6 +298,8 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
     for place in sorted(parts):
         position, kind, item, index = place.split("/")
         group, names = f"{position}/{kind}/{item}", trace.names_of(kind)
+        if kind != "data" and any(_is_text(arrays.data[name]) for name in _members(place, parts)):
+            raise Fault(f"has a text in {place}, which no trace has; record numbers")
         items = trace.copies if is_local else trace.items(kind)
         if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
@@ -316,6 +319,15 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
                 f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
                 " it again"
             )
+
+
+def _members(place: str, parts: Mapping[str, set[str]]) -> list[str]:
+    """Returns the names of the arrays of a place."""
+    return [f"{place}/{part}".rstrip("/") for part in parts[place]]
+
+
+def _is_text(array: Any) -> bool:
+    return getattr(array, "dtype", np.dtype(float)).kind in "SU"
 
 
 def _shape_of(

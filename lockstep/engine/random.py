@@ -48,7 +48,7 @@ def is_random(layer: Mapping[str, Any]) -> bool:
 
 
 def draws(step: Step, shard: int) -> bool:
-    """Returns whether a shard uses random numbers in a step; keys of a script always count."""
+    """Returns whether a shard uses random numbers in a step, as far as its states tell."""
     before = step.arrays("random")[shard]
     if not before:
         return False
@@ -78,7 +78,7 @@ def _used_seeds(step: Step, shard: int) -> list[np.ndarray]:
     copy = step.trace.copy_of(shard)
     own = step.own_starts[copy]
     moved = _moved_seeds(step, copy) or ()
-    return [own[name].view(np.uint8) for name in moved if name in own]
+    return [np.atleast_1d(own[name]).view(np.uint8) for name in moved if name in own]
 
 
 def _moved_seeds(step: Step, copy: int) -> list[str] | None:
@@ -101,7 +101,7 @@ def own_states(step: Step, shard: int) -> Sequence[np.ndarray]:
     names = [name for name in step.of_kind(SEED) if name in given and name in own]
     used = b"".join(given[name].tobytes() for name in names)
     is_used = names and used == b"".join(state.tobytes() for state in drawn)
-    return [own[name].view(np.uint8) for name in names] if is_used else drawn
+    return [np.atleast_1d(own[name]).view(np.uint8) for name in names] if is_used else drawn
 
 
 def unlike_states(pair: Pair) -> list[Unlike]:

@@ -310,7 +310,7 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0' twice"),
     "compressed": (lambda path: write_trace(path, save=np.savez_compressed),
                    "has a compressed member 'about.npy'; record it again, without"),
-    "bomb": (patched(24, 2**31), "has less bytes than its index says"),
+    "bomb": (patched(24, 2**31), "has fewer bytes than its index says"),
     "long": (patched(24, 141), "has a compressed member"),
     "bomb behind a method": (patched(10, 8), "has a compressed member"),
     "other name": (patched(42, 0), "differ"),
@@ -318,6 +318,14 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "object": (with_array("1/data/0/0", np.array([{}], object)), "has dtype '|O' in 1/data"),
     "big-endian": (with_array("1/data/0/0", np.zeros(2, ">f4")), "has dtype '>f4'"),
     "text": (with_array("1/loss/0/0", np.array("1")), "has dtype '<U1'"),
+    "text without a name": (
+        lambda path: write_trace(path, about(aliases={"1/loss/0/0": "1/kept/0/0"}),
+                                 arrays() | {"1/kept/0/0": np.array("1")}),
+        "has a wrong alias '1/loss/0/0'"),
+    "no key of a header": (header("(2,)}, {[]: 1"), "a header that no trace has in 1/data"),
+    "long text of a header": (one_member(
+        b"\x93NUMPY\x01\x00\x47\x00{'descr': '<U999999999', 'fortran_order': False, 'shape': (), }"
+        .ljust(80) + b"\n"), "has dtype '<U999999999'"),
     "code": (header("(__import__('os').getpid(),)"), "a header that no trace has in 1/data"),
     "keys of a header": (header("(2,), 'x': 0"), "a header that no trace has in 1/data"),
     "no number of rows": (header("(False,)"), "a header that no trace has in 1/data"),

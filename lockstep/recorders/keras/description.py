@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
 from lockstep.recorders.keras.private import layers_in, layers_of, set_strategy
-from lockstep.recorders.keras.values import is_float
+from lockstep.recorders.keras.values import is_seed
 
 LAYER_SETTINGS = {  # Attribute → key.
     "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
@@ -85,7 +85,7 @@ def described_variables(
     variables = []
     for variable in model.variables:
         kind = WEIGHT if variable.path in weights else STATISTIC
-        kind = kind if is_float(variable) else SEED
+        kind = SEED if is_seed(variable) else kind
         layout = layouts.get(variable.path, "")
         variables.append({"name": variable.path, "kind": kind, "layout": layout})
     starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}

@@ -14,7 +14,8 @@ from keras import tree
 from lockstep.data.trace import SEED
 from lockstep.recorders.common import Hooks, require
 from lockstep.recorders.keras.copies import Copies
-from lockstep.recorders.keras.values import is_float, replica_id
+from lockstep.recorders.keras.private import layers_of
+from lockstep.recorders.keras.values import is_seed, replica_id
 from lockstep.recorders.states import States
 
 
@@ -52,7 +53,8 @@ class ShardRunner:
     def __init__(self, model: keras.Model, states: States, copies: Copies) -> None:
         self._model, self._states, self._copies = model, states, copies
         self._num, self._apart = states.trace.about.num_replicas, dict[int, bool]()
-        synchronized = [x.name for x in model.layers if getattr(x, "synchronized", False)]
+        self._found: tuple[Any, Any] = (None, None)  # Of a step: its number, the replicas of rows.
+        synchronized = [x.name for x in layers_of(model) if getattr(x, "synchronized", False)]
         require(
             not synchronized,
             f"shards='each': {', '.join(synchronized[:1])} is synchronised; record without shards=",
@@ -82,9 +84,10 @@ class ShardRunner:
         num_losses = len(self._model.losses)
         saved = [tf.identity(variable.value) for variable in state]
         apart = tf.constant(False)
+        has_parts = tf.constant(False)
         for replica in reversed(range(self._num)):
             given = tree.map_structure(
-                lambda x, own=places[replica]: _rows_of(x, own), (args, options)
+                lambda x, own=places[replica]: _rows_of(x, own, rows[0]), (args, options)
             )
             own: list[Any] = []
             for as_replica in (0, replica) if replica else (0,):
@@ -96,10 +99,14 @@ class ShardRunner:
                         variable.assign(value)
             outputs[replica] = own[-1]
             if replica:
+                has_parts = tf.logical_or(has_parts, tf.size(places[replica]) > 0)
                 apart = tf.logical_or(apart, _differ(*own))
         if len(self._model.losses) > num_losses:
             self._copies.fail("shards='each': layers add losses of what they compute")
-        self._note(number, apart)
+        self._note(number, apart, has_parts)
+        if self._found[0] is number:  # A step with several calls; one may have other examples.
+            numbers = tf.where(tf.reduce_all(self._found[1] >= 0), numbers, -tf.ones_like(numbers))
+        self._found = number, numbers
         self._copies.keep("shards", [numbers])
         order = tf.argsort(tf.concat(places[::-1], 0))
         joined = [outputs[replica] for replica in reversed(range(self._num))]
@@ -118,12 +125,13 @@ class ShardRunner:
         Where the batch has other examples, it is split evenly, and no replica is said to have them.
         """
         rows, found = collections.defaultdict[bytes, list[int]](list), list[np.ndarray]()
+        batch = batch.astype(np.bytes_) if batch.dtype == object else batch
         for place, row in enumerate(batch):
             rows[row.tobytes()].append(place)
         for replica in range(self._num) if number >= 0 else ():
             position = self._states.position(int(number))
             (own, *_) = self._states.trace.arrays(position, "data", replica) or [batch[:0]]
-            wanted = [row.tobytes() for row in own.astype(batch.dtype)]
+            wanted = [row.tobytes() for row in np.atleast_1d(own).astype(batch.dtype)]
             found.append(np.array([rows[row].pop(0) for row in wanted if rows.get(row)], np.int64))
         if not found or sorted(np.concatenate(found)) != [*range(len(batch))]:
             split = np.array_split(np.arange(len(batch)), self._num)
@@ -135,9 +143,14 @@ class ShardRunner:
 
     def _assign_seeds(self, number: tf.Tensor, replica: int) -> None:
         """Assigns the seeds that a replica has before a step, if the step is recorded."""
-        seeds = [v for v in self._model.non_trainable_variables if not is_float(v)]
+        seeds = [v for v in self._model.non_trainable_variables if is_seed(v)]
         keys = [key for key, v in self._states.trace.variables.items() if v.kind == SEED]
-        if len(keys) != len(seeds) or not seeds:
+        if len(keys) != len(seeds):
+            self._copies.fail(
+                f"shards='each': the model has {len(seeds)} generators of random numbers, and"
+                f" {self._states.name} {len(keys)}"
+            )
+        if not seeds:
             return
 
         def read(number: np.int64, *own: np.ndarray) -> list[np.ndarray]:
@@ -151,24 +164,29 @@ class ShardRunner:
         for variable, array in zip(seeds, found, strict=True):
             variable.assign(tf.reshape(array, variable.shape))
 
-    def _note(self, number: tf.Tensor, apart: tf.Tensor) -> None:
-        def note(number: np.int64, apart: np.bool_) -> np.int64:
-            if number >= 0:
-                self._apart[int(number)] = bool(apart)
+    def _note(self, number: tf.Tensor, apart: tf.Tensor, has_parts: tf.Tensor) -> None:
+        """Notes whether any call of a step, for more than one replica, draws apart."""
+
+        def note(number: np.int64, apart: np.bool_, has_parts: np.bool_) -> np.int64:
+            if number >= 0 and has_parts:
+                self._apart[int(number)] = bool(apart) or self._apart.get(int(number), False)
             return number
 
-        tf.numpy_function(note, [number, apart], tf.int64)
+        tf.numpy_function(note, [number, apart, has_parts], tf.int64)
 
 
-def _rows_of(value: Any, places: tf.Tensor) -> Any:
-    """Returns these rows of a tensor of the batch; other arguments as they are."""
-    return tf.gather(value, places) if tf.is_tensor(value) and value.shape.rank else value
+def _rows_of(value: Any, places: tf.Tensor, batch: tf.Tensor) -> Any:
+    """Returns these rows of a tensor that has one for each example; other arguments as they are."""
+    has_rows = tf.is_tensor(value) and value.shape.rank and value.shape[0] == batch.shape[0]
+    return tf.gather(value, places) if has_rows else value
 
 
 def _differ(first: Any, second: Any) -> tf.Tensor:
-    """Returns whether two nests of outputs differ in any element."""
+    """Returns whether two nests of outputs differ in any element that is a number."""
     pairs = zip(tree.flatten(first), tree.flatten(second), strict=True)
-    return tf.reduce_any([tf.reduce_any(a != b) for a, b in pairs])
+    return tf.reduce_any([
+        tf.reduce_any((a != b) & ((a == a) | (b == b))) for a, b in pairs
+    ])  # fmt: skip
 
 
 def _joined(parts: Sequence[Any], order: tf.Tensor) -> tf.Tensor:

@@ -47,9 +47,9 @@ def to_numpy_dtype(value: Any) -> tf.Tensor:
     return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
 
 
-def is_float(variable: keras.Variable) -> bool:
-    """Returns whether a variable holds floating-point numbers; seeds hold integers."""
-    return keras.backend.is_float_dtype(variable.dtype)
+def is_seed(variable: keras.Variable) -> bool:
+    """Returns whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return bool(variable.name == "seed_generator_state")
 
 
 def replica_id() -> int:
