@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import lockstep
 from lockstep.answer.json import EXIT_CODES, record_of_all
 from lockstep.answer.text import describe, one_line
+from lockstep.data.trace import LAST_STEP, MOST_STEPS
 
 _USAGE = """lockstep FILE FILE [FILE …] [options]
        lockstep show FILE [FILE …] [--details]
@@ -278,12 +279,14 @@ def _variant(text: str) -> tuple[str, str]:
 def _steps(text: str) -> int | list[int]:
     with contextlib.suppress(ValueError):
         numbers = [int(number) for number in text.split(",")]
-        if "," not in text and numbers[0] > 0:
+        if "," not in text and 0 < numbers[0] <= MOST_STEPS:
             return numbers[0]
-        if "," in text and numbers == sorted({*numbers}) and numbers[0] >= 0:
+        is_ascending = numbers == sorted({*numbers})
+        if "," in text and is_ascending and 0 <= numbers[0] <= numbers[-1] < LAST_STEP:
             return numbers
     raise argparse.ArgumentTypeError(
-        f"must be a number from 1, or numbers from 0 in ascending order as in 0,1,234, got {text}"
+        f"must be a number from 1 to {MOST_STEPS:,}, or numbers from 0 in ascending order as in"
+        f" 0,1,234, got {text}"
     )
 
 

@@ -59,6 +59,9 @@ def about_from(text: str) -> tuple[About, dict[str, str]]:
         )
     _check_tree(values)
     about = _parsed(values, About, "")
+    if not (about.steps or about.variables):
+        asked = f" of {[*about.asked]}" if about.asked else ""
+        raise Fault(f"has no steps{asked}, as the training ended before; record it again")
     for key, is_right, required in _requirements(about):
         if not is_right:
             raise Fault(f"{key} of 'about' must be {required}; record it again")

@@ -65,6 +65,7 @@ OF_BACKWARD = ("added",)  # Gradients that one backward pass adds.
 OF_COPIES = (*_OF_ALL_COPIES, "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
+MOST_STEPS, LAST_STEP = 100_000, 10**9  # That are recorded; the largest number of one.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from lockstep.data.trace import Trace
+from lockstep.data.trace import STATISTIC, Trace
 from lockstep.engine import settings
 from lockstep.engine.pair import Pair
 
@@ -123,7 +123,11 @@ class Missing:
                 "gradients are not compared: they are not recorded in both; weights and state are,"
                 " in which a factor that clipping removes does not show"
             )
-        matching = self.pairs[0].matching
+        first = self.pairs[0]
+        has_statistics = any(v.kind == STATISTIC for v in first.variables)
+        if has_statistics and len(first.copies) > 1 and first.has_same_shards:
+            yield "statistics of other ranks than the first: the reference by parts has one set"
+        matching = first.matching
         if unmatched := [*matching.unmatched_first, *matching.unmatched_second]:
             yield f"not matched: {_first(unmatched)}"
         if sample := self.training.about.sample:

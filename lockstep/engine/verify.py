@@ -284,7 +284,7 @@ class _Training:
         if self.is_resumed:
             if finding := resume.lost(pair, self.batches):
                 return finding
-        elif moved := [*other_starts(pair, self.bound)]:
+        elif not self._has_drifted(pair) and (moved := [*other_starts(pair, self.bound)]):
             return _of_moved(START, moved)
         is_own = pair.is_port and pair.has("before") and not self.training.about.replayed
         if is_own and pair.number == 0 and (drawn := drawn_otherwise(pair)):
@@ -295,6 +295,10 @@ class _Training:
             names = tuple(name for name, _ in trained)
             return Finding(START, names, seen={"trained": trained[0][1]})
         return None
+
+    def _has_drifted(self, pair: Pair) -> bool:
+        """Returns whether steps that were not recorded have trained other weights, as they may."""
+        return pair.number > 0 and any(_mixes_or_draws(pair.training))
 
     def _replaced_by_tying(self, finding: Finding, look: Look) -> Finding:
         """Returns where the training starts, if a fault comes with weights that are tied or not."""
@@ -333,12 +337,7 @@ class _Training:
         of_statistics = bool(changes) and all(x.variable.kind == STATISTIC for x in changes)
         if look.pair.has_same_shards or (finding.node in UNMIXED and not of_statistics):
             return finding
-        step, num = look.pair.training, len(look.pair.shards)
-        mixes = has_batch_norms(step) and num > 1 and not _is_synchronised(step)
-        has_states = step.has("random_after") or bool(step.trace.about.layers)
-        draws_own = num > 1 and has_states and all(draws(step, shard) for shard in step.shards)
-        if num > 1 and not step.has("random"):  # It is not recorded what layers draw.
-            draws_own = any(map(is_random, step.trace.about.layers))
+        step = look.pair.training
         # Layers of Keras may fold the number of the replica into equal states.
         folds = step.trace.about.framework == "keras"
         unlike = [x for x in look.random if not (folds and x.how == SAME)]
@@ -346,7 +345,7 @@ class _Training:
         if finding.node in (LOSS, GRADIENT, SUM) and look.outputs_apart:
             # Layers that compute something else for each rank give other outputs.
             is_seen |= all(np.all(apart <= look.limit) for apart in look.outputs_apart)
-        may_be = (mixes or draws_own) and not is_seen
+        may_be = any(_mixes_or_draws(step)) and not is_seen
         return dataclasses.replace(finding, is_doubtful=True) if may_be else finding
 
     # What is said.
@@ -430,6 +429,23 @@ class _Training:
         if self.batches.has_examples_second:
             yield "examples are not compared: they are the second axis of the inputs"
         yield from self.missing.notes()
+        first = self.pairs[0] if self.pairs else None
+        if first and not self.is_resumed and self._has_drifted(first):
+            yield (
+                f"the start of step {first.number}: layers that mix or draw for each rank have"
+                " trained other weights in the steps before it"
+            )
+
+
+def _mixes_or_draws(step: Step) -> tuple[bool, bool]:
+    """Returns whether layers mix the examples of each rank, and draw numbers for each."""
+    num = len(step.shards)
+    mixes = has_batch_norms(step) and num > 1 and not _is_synchronised(step)
+    has_states = step.has("random_after") or bool(step.trace.about.layers)
+    draws_own = num > 1 and has_states and all(draws(step, shard) for shard in step.shards)
+    if num > 1 and not step.has("random"):  # It is not recorded what layers draw.
+        draws_own = any(map(is_random, step.trace.about.layers))
+    return mixes, draws_own
 
 
 def _caused_between(finding: Finding, look: Look) -> Finding:

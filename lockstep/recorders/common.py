@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from lockstep.data import about as description
 from lockstep.data.file import TraceError, load
-from lockstep.data.trace import REDUCE_FIRST
+from lockstep.data.trace import LAST_STEP, MOST_STEPS, REDUCE_FIRST
 from lockstep.numeric.sampling import Sample
 
 FORMAT: dict[str, Any] = {"format": description.FORMAT, "version": description.VERSION}
@@ -203,15 +204,16 @@ def wanted_steps(steps: int | Iterable[int], first_step: int = 0) -> set[int]:
         ValueError: there is none, or one before the first step of this process.
     """
     require(first_step >= 0, f"first_step={first_step}: must be a number from 0")
-    wanted = set[int]()
-    if not isinstance(steps, int):
-        start = first_step if steps is DEFAULT_STEPS else 0
-        wanted = {start + number for number in steps}
-    elif not isinstance(steps, bool):
-        wanted = {first_step + number for number in range(steps)}
-    is_right = wanted and min(wanted) >= first_step
-    require(is_right, f"steps={steps}: must be numbers from {first_step}")
-    return wanted
+    wanted, start = list[int](), first_step if steps is DEFAULT_STEPS else 0
+    with contextlib.suppress(TypeError):
+        if isinstance(steps, Iterable):
+            wanted = [start + operator.index(number) for number in steps]
+        elif not isinstance(steps, bool) and 0 < operator.index(steps) <= MOST_STEPS:
+            wanted = [first_step + number for number in range(steps)]
+    is_right = wanted and first_step <= min(wanted) <= max(wanted) < LAST_STEP
+    text = f"steps={steps!r}: must be numbers from {first_step}, or at most {MOST_STEPS:,} steps"
+    require(is_right, text)
+    return {*wanted}
 
 
 def in_words(error: BaseException | None) -> str:

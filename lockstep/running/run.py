@@ -22,7 +22,7 @@ from typing import Any
 from lockstep.answer.text import one_line
 from lockstep.comparison import compare_pair
 from lockstep.data.file import TraceError, load
-from lockstep.data.trace import Trace
+from lockstep.data.trace import MOST_STEPS, Trace
 from lockstep.engine.resume import first_step_of, renumbered
 from lockstep.engine.verdict import (
     FAULT,
@@ -86,7 +86,10 @@ def _numbers(steps: int | Sequence[int]) -> list[int]:
         ValueError: they are not whole numbers from 0 in ascending order.
     """
     try:
-        given = range(operator.index(steps))  # type: ignore[arg-type]
+        number = operator.index(steps)  # type: ignore[arg-type]
+        if number > MOST_STEPS:
+            raise ValueError(f"steps: {number} are more than {MOST_STEPS:,}")
+        given = range(number)
     except TypeError:
         given = steps  # type: ignore[assignment]
     try:
