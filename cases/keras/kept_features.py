@@ -66,7 +66,7 @@ def main():
     y = np.maximum(x[:, :2], x[:, 2:4])
     with strategy.scope():
         model, optimizer = Refiner(), keras.optimizers.SGD(0.1, momentum=0.9)
-        model.build((None, SIZE))
+        model(tf.zeros((1, SIZE)))
 
     def replica_step(x, y):
         with tf.GradientTape() as tape:

@@ -322,7 +322,7 @@ def test_right_programs_are_clean_and_bugs_have_a_place(program, bug, node, verd
 
 
 def test_a_model_that_a_step_builds_is_refused(tmp_path):
-    told = "has no weights yet; call the model with a batch, or call model.build"
+    told = "has no weights yet; call the model with a batch before the block"
     with pytest.raises(ValueError, match=told):
         train(built_in_a_step, 2, str(tmp_path / "two.npz"))
 

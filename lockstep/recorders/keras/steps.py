@@ -22,7 +22,7 @@ from lockstep.recorders.keras.replay import Replay
 from lockstep.recorders.keras.shards import ShardRunner
 from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
 
-_CALL = "call the model with a batch, or call model.build(input_shape), before the block"
+_CALL = "call the model with a batch before the block"
 
 
 class StepObserver:
