@@ -15,7 +15,8 @@ from lockstep.engine.pair import Pair
 from lockstep.engine.random import Unlike, unlike_states
 from lockstep.engine.solve import Formula
 from lockstep.engine.step import Step
-from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, dense, of_each
+from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, dense, distance, norm, of_each
+from lockstep.numeric.state_bounds import COMPUTED, unit_of_state
 from lockstep.numeric.tolerance import KERNELS, Tolerance
 
 # The gradient of a loss is a difference, of a probability and 1, that cancels to 3 digits.
@@ -110,6 +111,23 @@ class Look:
             for copy, shares in enumerate(self.sum_shares)
         }
         return {copy: names for copy, names in found.items() if names}
+
+    @functools.cached_property
+    def unrefuted(self) -> list[str]:
+        """Weights of wrong sums that agree, since their state has too few digits to tell.
+
+        State of a unit u agrees where its changes differ by COMPUTED · u: a gradient that differs
+        by less may have been used.
+        """
+        found = []
+        for copy, names in self.wrong_sums.items():
+            own, right = self.pair.sums[copy], self.pair.right_sum
+            for name in names:
+                unit = unit_of_state(self.pair.reference.ends[0].get(name))
+                far = distance(own[name], right[name])
+                if unit > EPS and far <= COMPUTED * unit * max(norm(own[name]), norm(right[name])):
+                    found.append(name)
+        return [*dict.fromkeys(found)]
 
     @functools.cached_property
     def claim(self) -> Claim:

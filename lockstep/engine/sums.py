@@ -165,7 +165,7 @@ def _not_refuted(look: Look, names: Sequence[str]) -> list[str]:
     pair = look.pair
     if not look.claim.is_known or pair.clips:
         return [*names]
-    differing = look.claim.differing_weights
+    differing = look.claim.differing_weights | {*look.unrefuted}
     agreeing, left = [n for n in names if n not in differing], [n for n in names if n in differing]
     is_inside = any(
         not copies_are_equal(pair.sums, n)

@@ -315,7 +315,7 @@ class _Training:
                 return not look.batches.differ(look.pair.number)
             has_wrong = bool(look.pair.names and look.wrong_sums)
             return not has_wrong and not look.batches.differ(look.pair.number)
-        return look.claim.holds and nodes.hidden_factor(look) is None
+        return look.claim.holds and nodes.hidden_factor(look) is None and not look.unrefuted
 
     def _walk(self, look: Look) -> Finding | None:
         """Returns the first wrong node of a step whose claim does not hold."""

@@ -31,7 +31,7 @@ from .changes import (
 )
 from .edits import WITHOUT_GRADIENTS, edit, option, places, scaled, without
 from .recordings import FAULTS, MORE, RIGHT, pair
-from .script_samples import Script
+from .script_samples import Script, in_bfloat16, sgd
 from .states import STATES
 
 # Wrong forms of which another place is said: (node, step) that is said, and the one of the head.
@@ -206,6 +206,27 @@ def test_state_that_changes_between_two_steps_has_its_own_node():
 def test_a_state_that_replaying_did_not_load_is_not_clean():
     verdict = judged({}, times_one_element(1.01, 3, "before", 1, 0))
     assert verdict.status == NOT_VERIFIED and "steps 2 do not start from" in str(verdict.missing)
+
+
+def in_few_digits(script, weights, gradients, state):
+    """SGD whose weights and momentum are kept in bfloat16."""
+    sgd(script, weights, gradients, state)
+    for array in (*weights, *state):
+        array[...] = in_bfloat16(array)
+
+
+def test_a_state_of_few_digits_does_not_hide_a_factor_of_a_gradient():
+    """Of the kernel alone, whose changes agree within what bfloat16 allows."""
+    short = {"update": in_few_digits}
+    assert judged(short, short).status == CLEAN
+    for factor in (1.05, 1.2):
+
+        def of_kernel(script, replica, gradients, factor=factor):
+            return [np.float32(factor) * gradients[0], *gradients[1:]]
+
+        verdict = judged(short, {**short, "gradient": of_kernel})
+        assert (verdict.status, verdict.place.tensors[0]) == (FAULT, "dense/kernel"), factor
+        assert verdict.place.node in ("gradient", "sum"), str(verdict)
 
 
 def test_states_alone_show_a_right_training_and_a_sum():

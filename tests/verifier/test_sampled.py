@@ -306,10 +306,7 @@ WRONG = {  # Framework and kind → bug: the node at which it is found.
     ("framework", "kind"), [pytest.param(*both, marks=needs(both[0])) for both in WRONG]
 )
 def test_sampled_recordings(framework, kind, record, tmp_path):
-    """Faults are found in rows of an embedding of which no element is kept.
-
-    In JAX, clipping, which the step does not keep but on a mesh, is read off whole arrays.
-    """
+    """Faults are found in rows of an embedding of which no element is kept."""
     record(framework, "one.npz")
     processes = 2 if framework == "torch" else 1
     for bug, node in {**WRONG[framework, kind], "": ""}.items():

@@ -38,15 +38,14 @@ def loss_of(params, x, y, bug):
     return -jnp.mean(right) * (1.01 if bug == "loss" else 1.0)
 
 
-def update(params, state, grads, bug, keeps):
+def update(params, state, grads, bug):
     if bug == "row":
         grads["embedding"] = grads["embedding"].at[LATER].multiply(1.01)
     grads = record_jax.keep("sums", grads)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
     if bug != "unclipped":
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
-    if keeps:
-        grads = record_jax.keep("clipped", grads)
+    grads = record_jax.keep("clipped", grads)
     count = state["count"] + 1
     mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
     nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, state["nu"], grads)
@@ -59,8 +58,8 @@ def update(params, state, grads, bug, keeps):
     return params, {"mu": mu, "nu": nu, "count": count}
 
 
-def step_of(bug, axis=None, keeps=False):
-    """Returns the step of one device of an axis; `keeps` clipped gradients, which else are read."""
+def step_of(bug, axis=None):
+    """Returns the step of one device of an axis."""
 
     def step(params, state, x, y):
         loss, grads = jax.value_and_grad(loss_of)(params, x, y, bug)
@@ -68,7 +67,7 @@ def step_of(bug, axis=None, keeps=False):
             grads = record_jax.keep("raw", grads)
             loss = jax.lax.pmean(loss, axis)
             grads = grads if bug == "reduce" else jax.lax.pmean(grads, axis)
-        return *update(params, state, grads, bug, keeps), loss
+        return *update(params, state, grads, bug), loss
 
     return step
 
@@ -95,9 +94,7 @@ def main(path, kind="plain", bug="", replay=None):
         of_state = {"mu": split, "nu": split, "count": NamedSharding(mesh, P())}
         params, state = jax.device_put((params, state), (split, of_state))
         batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
-        step = jax.jit(
-            step_of(bug, keeps=True), out_shardings=(split, of_state, NamedSharding(mesh, P()))
-        )
+        step = jax.jit(step_of(bug), out_shardings=(split, of_state, NamedSharding(mesh, P())))
     else:
         step = jax.jit(step_of(bug))
     optimizer = {"class": "Adam", "learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999}
