@@ -62,7 +62,7 @@ class TrainingProgress(Progress):
 
     def __init__(self, epochs: int, steps_per_epoch: int, first_step: int, *, shown: bool):
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
-        super().__init__(epochs * steps_per_epoch, first_step, "compiling", shown=shown)
+        super().__init__(epochs * steps_per_epoch, first_step, "building the step", shown=shown)
 
     def step(self, step: int, loss: float, accuracy: float, images_per_sec: float) -> None:
         """Shows a step, with loss and accuracy of the epoch so far; a verified one has no speed."""
@@ -74,9 +74,14 @@ class TrainingProgress(Progress):
         if self._bar.disable and time.monotonic() > self._last_line + 15:
             self.print(f"{status}  step {step}/{self._epochs * self._steps_per_epoch}")
 
-    def evaluating(self) -> None:
-        """Shows that the test set is being evaluated."""
-        self._bar.update(self._task, status="evaluating")
+    def building(self) -> None:
+        """Says what happens before the first step."""
+        if self._bar.disable:
+            self.print("building and tracing the step …")
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Shows how many examples of the test set have been evaluated."""
+        self._bar.update(self._task, status=f"evaluating {done:,}/{total:,}")
 
     def epoch(self, record: "EpochRecord") -> None:
         """Prints the line of a finished epoch."""

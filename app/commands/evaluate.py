@@ -7,6 +7,7 @@ from app.data.fashion_mnist import ImageDataset, load_dataset
 from app.devices.setup import set_up
 from app.errors import CheckpointError, ConfigError, DataError, OutputError
 from app.options import Config
+from app.options.rules import MULTI_WORKER
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.history import DATASET_CAVEATS, injected_fault_caveat
 from app.records.run_directory import load_run_config, named_path
@@ -20,7 +21,9 @@ def run(config: Config) -> float:
     run_dir = named_path(config.arguments.run or "")
     checkpoint = _open_run(run_dir)
     kept = {name: checkpoint.metadata.config[name] for name in _KEPT}
-    training = config.for_training(config.distribution.strategy, **kept)
+    trained_with = str(checkpoint.metadata.config["strategy"])
+    own = "mirrored" if trained_with == MULTI_WORKER else trained_with
+    training = config.for_training(config.arguments.strategy or own, **kept)
     devices = set_up(training)
     dataset = _load_dataset(config, run_dir, checkpoint)
     from app.training.build import build_strategy, restore
@@ -67,6 +70,8 @@ def _load_dataset(config: Config, run_dir: pathlib.Path, checkpoint: Checkpoint)
             " leave the flag out"
         )
     dataset = load_dataset(name, config.data.data_dir)
+    if number := checkpoint.metadata.config.get("num_test_examples"):
+        dataset = dataset.with_test_subset(number, checkpoint.metadata.config["seed"])
     if dataset.sha256_of_test_part() != checkpoint.metadata.test_part_sha256:
         raise DataError(
             f"the test images found are not those of {run_dir} (its data set: {name}); give their"

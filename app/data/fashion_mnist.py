@@ -86,31 +86,44 @@ class ImageDataset:
 
         If they do not divide evenly, the first classes have one more.
         """
-        order = np.random.default_rng(seed).permutation(len(self.train_labels))
-        shuffled = self.train_labels[order]
-        # The examples are chosen in rounds, one of each class per round.
-        rounds = np.empty(len(order), np.int64)
-        for label in range(NUM_CLASSES):
-            members = shuffled == label
-            rounds[members] = np.arange(members.sum())
-        chosen = np.sort(order[np.lexsort((shuffled, rounds))][:num_examples])
+        chosen = _balanced_subset(self.train_labels, num_examples, seed)
         return dataclasses.replace(
             self, train_images=self.train_images[chosen], train_labels=self.train_labels[chosen]
         )
 
+    def with_test_subset(self, num_examples: int, seed: int) -> "ImageDataset":
+        """Returns the dataset with some test images, chosen like those of `with_train_subset`."""
+        chosen = _balanced_subset(self.test_labels, num_examples, seed)
+        return dataclasses.replace(
+            self, test_images=self.test_images[chosen], test_labels=self.test_labels[chosen]
+        )
+
+
+def _balanced_subset(labels: np.ndarray, num_examples: int, seed: int) -> np.ndarray:
+    """Returns the sorted indices of examples, drawn in rounds of one example of each class."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    shuffled, rounds = labels[order], np.empty(len(labels), np.int64)
+    for label in range(NUM_CLASSES):
+        members = shuffled == label
+        rounds[members] = np.arange(members.sum())
+    return np.sort(order[np.lexsort((shuffled, rounds))][:num_examples])
+
 
 def load_data(config: "Config") -> ImageDataset:
-    """Loads the dataset of `config`, with as many training images as it asks for."""
-    dataset = load_dataset(config.data.dataset, config.data.data_dir)
-    num_examples = config.data.num_train_examples
-    if num_examples is None:
-        return dataset
-    if num_examples > dataset.num_train_examples:
-        raise DataError(
-            f"--num_train_examples={num_examples} must be at most {dataset.num_train_examples},"
-            " the size of the training set"
-        )
-    return dataset.with_train_subset(num_examples, config.training.seed)
+    """Loads the dataset of `config`, with as many images as it asks for."""
+    dataset, seed = load_dataset(config.data.dataset, config.data.data_dir), config.training.seed
+    for part, size, subset in (
+        ("train", dataset.num_train_examples, ImageDataset.with_train_subset),
+        ("test", dataset.num_test_examples, ImageDataset.with_test_subset),
+    ):
+        number = getattr(config.data, f"num_{part}_examples")
+        if number is not None and number > size:
+            raise DataError(
+                f"--num_{part}_examples={number} must be at most {size}, the size of the"
+                f" {part.replace('train', 'training')} set"
+            )
+        dataset = subset(dataset, number, seed) if number else dataset
+    return dataset
 
 
 def load_dataset(name: str, data_dir: str | None) -> ImageDataset:

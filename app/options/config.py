@@ -81,8 +81,9 @@ class Config:
     @property
     def strategies(self) -> tuple[str, ...]:
         """All strategies that the command uses."""
-        own, has_several = self.distribution, "strategies" in options_of(self.command)
-        return own.strategies if has_several else (own.strategy,)
+        if "strategies" in options_of(self.command):
+            return self.distribution.strategies
+        return (self.arguments.strategy or self.distribution.strategy,)
 
     @property
     def is_comparison(self) -> bool:
@@ -226,9 +227,10 @@ def _unknown_option(name: str, command: str) -> str:
     """Returns the error message for an option that a command does not have."""
     if name in table.REMOVED:
         return f"--{name} is no longer an option; {table.REMOVED[name]}"
+    names = [name for row in options_of(command).values() for name in (row.name, row.alias)]
+    nearest = did_you_mean(name, names, "--")
     for row in table.TABLE:
         if name in (row.name, row.alias):
-            return f"--{name} is not an option of {command}, only of {', '.join(row.commands)}"
-    names = [name for row in options_of(command).values() for name in (row.name, row.alias)]
-    nearest = did_you_mean(name, names, "--") or f"; see {command} --help"
-    return f"--{name} is not a flag{nearest}"
+            only = nearest or f", only of {', '.join(row.commands)}"
+            return f"--{name} is not an option of {command}{only}"
+    return f"--{name} is not a flag{nearest or f'; see {command} --help'}"

@@ -17,7 +17,7 @@ from app.faults import FAULTS
 from models import MODELS
 from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 
-NUM_TRAIN_EXAMPLES = 60_000  # Of Fashion-MNIST.
+NUM_TRAIN_EXAMPLES, NUM_TEST_EXAMPLES = 60_000, 10_000  # Of Fashion-MNIST.
 _MAX_DEVICES = 64  # Logical devices, or workers on one machine.
 # Options and strategies of earlier versions → what to use instead.
 _LOCKSTEP = "see `python -m lockstep --help`"
@@ -125,7 +125,8 @@ class Option:
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns "; did you mean …?" with the nearest known word, or ""."""
-    nearest = difflib.get_close_matches(word, known, n=1)
+    # A higher cutoff than difflib's: resnet50 is not resnet18, and --dry_run not --run.
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.76)
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
@@ -177,6 +178,8 @@ class Data:
         " images.", _DATA, choices=("auto", "fashion_mnist", "synthetic"))
     num_train_examples: int | None = option(None, "Train on a class-balanced random subset of N"
         " examples, chosen by the seed.", _STEPS, bounds=(1, NUM_TRAIN_EXAMPLES))
+    num_test_examples: int | None = option(None, "Evaluate on such a subset of N test examples.",
+        _RUNS, bounds=(1, NUM_TEST_EXAMPLES))
     data_dir: str | None = option(None, "Folder with the four Fashion-MNIST files, or a TFDS data"
         " directory. Without it: $FASHION_MNIST_DIR, then TFDS.", _ALL, metavar="DIR",
         affects_result=False)
@@ -188,7 +191,7 @@ class Distribution:
 
     strategy: str = option("manual", "Distribution strategy. manual and mirrored split the batch,"
         " sharded the batch and the weights; multi_worker has several processes, on one or more"
-        " machines.", ("train", "evaluate"), choices=tuple(STRATEGIES))
+        " machines.", ("train",), choices=tuple(STRATEGIES))
     strategies: tuple[str, ...] = option(("single", "manual", "mirrored"),
         f"The strategies, separated by commas: {', '.join(STRATEGIES)}.",
         ("compare", "verify", "benchmark", "doctor"), choices=tuple(STRATEGIES))
@@ -243,6 +246,8 @@ class Arguments:
     """What a command works on."""
 
     run: str | None = option(None, "Directory of the run.", ("evaluate",), metavar="DIR")
+    strategy: str | None = option(None, "Distribution strategy; default: the run's, or mirrored for"
+        " a run of multi_worker.", ("evaluate",), choices=tuple(STRATEGIES))
     experiment: str | None = option(None, "The experiment.", ("demo",), metavar="EXPERIMENT",
         choices=("allreduce", "split_batch", "replicate"), is_word=True)
     directories: tuple[str, ...] = option((), "Directories of runs.", ("report",),

@@ -68,10 +68,10 @@ def draw_accuracy(runs: Mapping[str, Run]) -> "Figure":
     for name, (_, epochs) in runs.items():
         test[name] = [record.test_accuracy or 0.0 for record in epochs]
         train[name] = [record.train_accuracy for record in epochs]
-    panels = {"test accuracy": test, "train accuracy": train}
+    panels = {"test accuracy": test, "train accuracy, mean over the epoch": train}
     if len(runs) == 1:
         (own,), (mean,) = test.values(), train.values()
-        panels = {"accuracy": {"test": own, "train, mean of an epoch": mean}}
+        panels = {"accuracy": {"test": own, "train, mean over the epoch": mean}}
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(7 if len(runs) == 1 else 10, 4.8), layout="constrained")
         subplots = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]

@@ -1,6 +1,7 @@
 """Runs a training: steps, verification, checkpoints, evaluation."""
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -28,6 +29,7 @@ from strategies.state import State
 # The number of steps of a compiled call grows until it takes this long. Workers synchronise after
 # each call, which takes several round trips through the network.
 _CALL_SEC, _CALL_SEC_OF_WORKERS = 0.5, 2.0
+_EVAL_BATCH_SIZE = 1000  # Over all replicas.
 _CHECKPOINT_SEC = 300.0  # Between checkpoints within an epoch, without --checkpoint_every.
 
 
@@ -91,6 +93,7 @@ class TrainingLoop:
         with self._bar, signals.deferred():
             try:
                 if not is_complete(self.metadata, self.epochs):
+                    self._bar.building()
                     # An attribute, because deleting an iterator of `tf.distribute` can take 30 s.
                     self._iterator = self._strategy.distribute(run.batches(step))
                     self._strategy.train_steps(self._iterator, 0)  # Compiles.
@@ -166,9 +169,16 @@ class TrainingLoop:
 
     def _end_epoch(self) -> None:
         """Evaluates and saves the epoch whose steps have been trained."""
-        self._bar.evaluating()
-        record, start = self._current(), time.monotonic()
-        test = evaluate(self._strategy, self.training.dataset, self._synchronize)
+        record, start, num_batches = self._current(), time.monotonic(), itertools.count(1)
+        num_examples = self.training.dataset.num_test_examples
+        self._bar.evaluating(0, num_examples)
+
+        def on_batch() -> None:
+            done = min(next(num_batches) * _EVAL_BATCH_SIZE, num_examples)
+            self._bar.evaluating(done, num_examples)
+            self._synchronize()
+
+        test = evaluate(self._strategy, self.training.dataset, on_batch)
         self._check_finite(test, "test loss", record.step)
         record = dataclasses.replace(
             record,
@@ -245,7 +255,8 @@ def evaluate(
 
     Calls `on_batch` after each batch; an exception that it raises ends the evaluation.
     """
-    batches = eval_dataset(dataset.test_images, dataset.test_labels, global_batch_size=1000)
+    images, labels = dataset.test_images, dataset.test_labels
+    batches = eval_dataset(images, labels, global_batch_size=_EVAL_BATCH_SIZE)
     totals = strategy.evaluate(batches, on_batch)
     if totals.examples != dataset.num_test_examples:
         raise RuntimeError(

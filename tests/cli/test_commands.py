@@ -118,6 +118,8 @@ def test_evaluate_on_another_strategy(compared):
     accuracy = load_summary(compared[0] / "manual")["test_accuracy"]
     assert f"test acc: {accuracy:.4f}" in result.stdout.splitlines()[-1]
     assert "of 200 right" in result.stdout
+    own = run_here_ok("evaluate", f"--run={compared[0]}/mirrored", "--device=cpu")
+    assert f"test acc: {accuracy:.4f} with mirrored" in own.stdout.splitlines()[-1]
 
 
 def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):

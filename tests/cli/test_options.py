@@ -22,6 +22,7 @@ from tests.conftest import assert_ok, run_main, run_python
 ACCEPTED = """
 train --model=resnet18 --recipe=fast --epochs=2 --global_batch_size=64 --learning_rate=0.5 --seed=7
   --precision=mixed_bfloat16 --deterministic --dataset=fashion_mnist --num_train_examples=640
+  --num_test_examples=100
   --data_dir=d --strategy=mirrored --device=cpu --num_gpus=2 --all_reduce=ring --batch_norm=sync
   --out=o --overwrite --checkpoint_every=9 --stall_timeout_sec=0 --inject=drop_gradient
   --verify_every=3

@@ -156,6 +156,8 @@ def test_subsets_are_balanced_and_keep_the_order(num_examples):
     assert positions == sorted(set(positions))
     assert np.array_equal(subset.train_labels, dataset.train_labels[positions])
     assert subset.test_images is dataset.test_images
+    tests = dataset.with_test_subset(10, seed=4)
+    assert sorted(tests.test_labels) == [*range(10)] and tests.train_images is dataset.train_images
     again, other = (dataset.with_train_subset(num_examples, seed=s).sha256() for s in (4, 5))
     assert subset.sha256() == again and (num_examples == 200 or again != other)
 

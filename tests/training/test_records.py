@@ -240,7 +240,7 @@ def test_the_plot_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypat
     svg = (tmp_path / "accuracy.svg").read_text()
     for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
         assert part in svg
-    assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
+    assert "test: 66.7%" in svg and "train, mean over the epoch: 70.0%" in svg
     assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0.05  # No empty sheet.
     runs = {
         name: (make_summary(history, {"strategy": name}, dataset="fashion_mnist"), history)
@@ -256,4 +256,7 @@ def test_each_panel_has_the_accuracies_that_its_label_says():
     history = [dataclasses.replace(record, test_accuracy=0.25) for record in make_history(2)]
     figure = draw_accuracy({name: (make_summary(history), history) for name in "ab"})
     drawn = {axes.get_ylabel(): [*axes.lines[0].get_ydata()] for axes in figure.axes}
-    assert drawn == {"test accuracy": [0.25, 0.25], "train accuracy": [0.1, 0.55]}
+    assert drawn == {
+        "test accuracy": [0.25, 0.25],
+        "train accuracy, mean over the epoch": [0.1, 0.55],
+    }
