@@ -300,7 +300,8 @@ def test_commands_of_the_package_run_as_written(tmp_path):
     torchrun.chmod(0o755)
     path = os.pathsep.join([str(torchrun.parent), os.environ["PATH"]])
     lines = {line: page for page in PAGES for line in sh_lines(page.read_text("utf-8"))}
-    lines = [line for line in lines if line.startswith("python -m lockstep ")]
+    # That of the README is run by tests/verifier/test_frameworks.py.
+    lines = [n for n in lines if n.startswith("python -m lockstep ") and "examples/" not in n]
     assert len(lines) >= 3 and any("lockstep run " in line for line in lines)
     for line in lines:
         done = subprocess.run(
@@ -309,12 +310,6 @@ def test_commands_of_the_package_run_as_written(tmp_path):
             capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == (0 if " show " in line else 9), (line, done.stderr)
-        if line in README:
-            (shown,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
-            printed = done.stdout  # The page has names of PyTorch, as its commands.
-            for own, name in (("dense/kernel", "fc1.weight"), ("dense/bias", "fc1.bias")):
-                printed = printed.replace(own, name)
-            assert all(squeeze(each) in squeeze(printed) for each in shown.split("…"))
     (path,) = {line.partition(" > ")[2] for line in lines if " > " in line}
     assert json.loads((tmp_path / path).read_text())["status"] == "fault"
 

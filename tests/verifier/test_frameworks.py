@@ -1,4 +1,4 @@
-"""LeNet in PyTorch, JAX and Keras: `frameworks/`, compared by the command of its page."""
+"""Commands of pages that verify trainings in PyTorch and JAX: of `frameworks/` and the README."""
 
 import gzip
 import json
@@ -80,3 +80,23 @@ def test_without_the_sum_of_pmap_it_is_not_all_reduced(environment, tmp_path):
     words[start:] = ["--variant", pmap.replace("frameworks/jax_lenet.py", wrong)]
     code, found = verdicts(words, environment | {"PYTHONPATH": str(ROOT)})
     assert code == 9 and found["pmap"]["name"] == "not_all_reduced"
+
+
+def test_the_first_verdict_is_that_of_the_readme():
+    """Its command finds the fault, says what the page quotes, and is clean with `--right`."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (line,) = re.findall("^python -m lockstep run .*first_verdict.*$", readme, re.M)
+    (quoted,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    folder = str(pathlib.Path(interpreter("torch")).parent)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    words = shlex.split(line)
+    wrong, right = (
+        subprocess.run(
+            [*words[:-1], words[-1] + option], cwd=ROOT, env=environment, check=False,
+            capture_output=True, text=True, timeout=500,
+        )
+        for option in ("", " --right")
+    )  # fmt: skip
+    assert (wrong.returncode, right.returncode) == (9, 0), wrong.stderr + right.stderr
+    for part in quoted.split("…"):
+        assert " ".join(part.split()) in " ".join(wrong.stdout.split())
