@@ -2,10 +2,12 @@
 
 The output of a training is in a file. Nothing of a training is left when it fails, reaches its time
 limit or is interrupted: `torchrun` starts its processes in sessions of their own, so that all
-descendants are ended, not only the process group.
+descendants are ended, not only the process group. On Linux, those whose parent has ended become
+children of this process, and are ended, too; a training is asked to end if this process is killed.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import multiprocessing
@@ -19,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -30,12 +33,16 @@ Training = str | Sequence[str] | Function | tuple[Function, int]
 # A GPU then multiplies float32 in full, not in 10 bits. A variable that is set stays.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
 _POLL_SEC, _GRACE_SEC = 0.05, 5.0
 _TOO_LONG = "did not end within"
 _MOST_LINES, _MOST_BYTES = 15, 2**17  # Of what a training that failed has printed last.
 _LOG_LINE = re.compile(r"[IW]\d{4} \d\d:|WARNING: All log messages before absl")
 _OF_TORCHRUN = re.compile(r"E\d{4} \d\d:.*torch/distributed/elastic")  # Its report follows.
-_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Sequences that control a terminal: CSI, those with a text such as OSC and DCS, and others.
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b.", re.DOTALL)
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # Of prctl(2).
 
 
 class TrainingError(Exception):
@@ -114,16 +121,22 @@ def run_training(
         TrainingError: the training failed or reached its time limit; the text begins with a verb.
     """
     exact = {name: value for name, value in EXACT.items() if name not in os.environ}
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    earlier = {*_descendants(os.getpid())}
     with open(log, "wb") as output:
         processes = _start(training, {**exact, **variables}, output)
     try:
         error = _wait(processes, timeout_sec, on_wait)
         tail = _last_lines(log) if error else ""
     except BaseException:
-        _end(processes)
+        _end(processes, earlier)
         raise
+    else:
+        if error:
+            _end(processes, earlier)
+    finally:
+        _prctl(_SET_CHILD_SUBREAPER, 0)
     if error:
-        _end(processes)
         command = "" if _is_function(training) else f": {shlex.join(_words(training))}"
         has_ended = not error.startswith(_TOO_LONG)
         raise TrainingError(error + command, tail, has_ended=has_ended)
@@ -160,7 +173,7 @@ def _start(training: Any, variables: Mapping[str, str], output: IO[bytes]) -> li
             poll = functools.partial(getattr, process, "exitcode")
             started.append(_Process(process.pid or 0, poll))
     except BaseException:
-        _end(started)
+        _end(started, {*_descendants(os.getpid())})
         raise
     return started
 
@@ -172,6 +185,7 @@ def _start_command(
     try:
         process = subprocess.Popen(
             words, env={**os.environ, **own, **variables}, start_new_session=True,
+            preexec_fn=functools.partial(_prctl, _SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except OSError as error:
@@ -189,6 +203,7 @@ def _search_path() -> str:
 def _call_with(pickled: bytes, variables: Mapping[str, str], log: str) -> None:
     """Calls a function in a new process: its module is imported with the variables set."""
     os.setsid()
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -218,20 +233,49 @@ def _in_words(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _end(processes: Sequence[_Process]) -> None:
-    """Ends processes and all that they have started: after 5 seconds, without their consent."""
+def _end(processes: Sequence[_Process], earlier: set[int]) -> None:
+    """Ends processes and all that they have started: after 5 seconds, without their consent.
+
+    Args:
+        processes: the processes.
+        earlier: the descendants of this process that are none of theirs.
+    """
     tree = [pid for process in processes for pid in _descendants(process.pid)]
-    try:
+    with _without_interrupts():
         for process in processes:
             _send(process.pid, signal.SIGTERM)
         end = time.monotonic() + _GRACE_SEC
         while any(p.poll() is None for p in processes) and time.monotonic() < end:
             time.sleep(_POLL_SEC)
-    finally:
         for pid in (*tree, *(process.pid for process in processes)):
             _send(pid, signal.SIGKILL)
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SEC)
+        # What had left its parent; a process of a caller's other thread is in this session.
+        for pid in {*_descendants(os.getpid())} - earlier:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if os.getsid(pid) != os.getsid(0):
+                    _send(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignores further signals to end in the main thread: at most some seconds are left."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Sets an attribute of this process, on Linux."""
+    if _LIBC:
+        _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def _send(pid: int, number: int) -> None:
@@ -261,6 +305,7 @@ def _last_lines(log: pathlib.Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
         text = _ESCAPE.sub("", file.read().decode(errors="replace"))
+    text = "".join(each for each in text if each.isprintable() or each in "\n\r\t")
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]  # Progress bars.
     lines = [line for line in lines if line.strip()]
     own = [line for line in lines if not _LOG_LINE.match(line)]

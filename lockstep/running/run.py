@@ -19,6 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Not on Windows.
+    fcntl = None  # type: ignore[assignment]
+
 from lockstep.answer.text import one_line
 from lockstep.comparison import compare_pair
 from lockstep.data.file import TraceError, load
@@ -43,6 +48,7 @@ from lockstep.running.launch import (
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 REFERENCE = "reference"
+_PERMUTED = f"{REFERENCE}, examples permuted"
 _NUM_BEFORE = 10  # First steps of a reference, to compare a training that resumes.
 _BY_PARTS = "the reference was run once for each rank's part of the batch"
 
@@ -136,6 +142,7 @@ def verify_trainings(
         require_program(name, training)
     with _folder(settings.keep) as folder:
         session = _Session(folder, settings, reference, run, is_long=bool(resumes))
+        session.announce([*variants, *parts])
         session.record_reference()
         files = {name: f"variant{i}{_in_file_name(name)}" for i, name in enumerate(variants, 1)}
         verdicts = {name: session.verdict_of(name, variants[name], files[name]) for name in files}
@@ -157,7 +164,25 @@ def _folder(keep: str | os.PathLike[str] | None) -> Iterator[pathlib.Path]:
             yield pathlib.Path(folder)
     else:
         pathlib.Path(keep).mkdir(parents=True, exist_ok=True)
-        yield pathlib.Path(keep).absolute()
+        with _locked(keep):
+            yield pathlib.Path(keep).absolute()
+
+
+@contextlib.contextmanager
+def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Locks a folder: another run would compare recordings that this one makes."""
+    if fcntl is None:
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        text = f"keep: {folder} is the folder of a run that has not ended; pass another one"
+        raise ValueError(text) from None
+    finally:
+        os.close(number)
 
 
 def _in_file_name(name: str) -> str:
@@ -183,6 +208,15 @@ class _Session:
         self._with_modules = ""  # The file of the reference, once modules are needed.
         self._can_run_by_parts = False
 
+    def announce(self, names: Sequence[str]) -> None:
+        """Says which trainings are run, one after another: two at once may exhaust a device."""
+        first = [REFERENCE] if self._settings.tolerance is not None else [REFERENCE, _PERMUTED]
+        listed = "; ".join(map(one_line, [*first, *names]))
+        if self._is_shown:
+            text = f"{len(first) + len(names)} trainings, and more where one differs: {listed}"
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
+
     def record_reference(self) -> None:
         """Records the reference, and without a given tolerance also with permuted examples."""
         one = self._record(REFERENCE, self._reference, "reference", steps=self._steps)
@@ -191,8 +225,8 @@ class _Session:
         self._steps = [step for step in self._steps if step in about.steps] or self._steps
         self._can_run_by_parts = about.framework != "jax" and about.num_replicas == 1
         if self._settings.tolerance is None:
-            title, given = f"{REFERENCE}, examples permuted", {"replay": one, "permute": 1}
-            self._files.append(self._record(title, self._reference, "permuted", **given))
+            given = {"replay": one, "permute": 1}
+            self._files.append(self._record(_PERMUTED, self._reference, "permuted", **given))
 
     def verdict_of(self, name: str, training: Training, file: str) -> Verdict:
         """Records a variant and returns its verdict.

@@ -1,5 +1,6 @@
 """The package's command and function: `python -m lockstep`, `lockstep.compare`."""
 
+import contextlib
 import io
 import json
 import os
@@ -18,6 +19,8 @@ import pytest
 import lockstep
 from lockstep.__main__ import main
 from lockstep.data.file import load
+from lockstep.running import run
+from lockstep.running.launch import TrainingError, run_training
 from tests.conftest import ROOT, assert_ok, run_python
 from tests.verifier.script_samples import Script
 
@@ -173,7 +176,8 @@ def test_run_records_trainings_and_verifies_them(tmp_path, capsys):
     names = ("reference", "variant 1", "w", "w, second run")
     lines = [line for name in names for line in (f"{name}: running", f"{name}: recorded, N s")]
     told = re.sub(r"\d+ s$", "N s", shown.err, flags=re.MULTILINE).splitlines()
-    assert told == [*lines, f"recordings and output are in {tmp_path}"]
+    first = "3 trainings, and more where one differs: reference; variant 1; w"
+    assert told == [first, *lines, f"recordings and output are in {tmp_path}"]
     stems = "reference", "variant1-variant-1", "variant2-w", "variant2-w-second"
     kept = {f"{stem}.{kind}" for stem in stems for kind in ("npz", "log")}
     assert {path.name for path in tmp_path.iterdir()} == kept
@@ -232,6 +236,48 @@ def test_a_signal_ends_run_and_all_that_it_has_started(tmp_path, number, code):
     assert not [*tmp_path.glob("lockstep-*")]
 
 
+def test_what_has_left_a_training_that_fails_is_ended(tmp_path):
+    """A child in a session of its own, whose parent has ended, and one whose parent is killed."""
+    child = (
+        "import os, time; open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid');"
+        "time.sleep(300)"
+    )
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
+    wait = "[time.sleep(0.05) for _ in range(600) if not os.path.exists('pid')]"
+    code = f"import os, subprocess, sys, time; {start}; {wait}; sys.exit(3)"
+    with pytest.raises(TrainingError, match="ended with exit code 3"), contextlib.chdir(tmp_path):
+        run_training([sys.executable, "-c", code], {}, tmp_path / "log", 60)
+    assert not pathlib.Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+def test_the_trainings_of_a_killed_command_end(tmp_path):
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
+    reference = shlex.join([sys.executable, "-c", child])
+    command = [sys.executable, "-m", "lockstep", "run", "--variant=true", "--reference", reference]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+        pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        process.kill()
+    wait_for(lambda: not pathlib.Path("/proc", pid).exists())
+
+
+def test_a_folder_is_that_of_one_run(tmp_path, capsys):
+    asked = [sys.executable, "-m", "lockstep", "run", "--reference=true", "--variant=true"]
+    with run._locked(tmp_path):
+        done = subprocess.run([*asked, f"--keep={tmp_path}"], capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 3
+    assert "is the folder of a run that has not ended; pass another one" in done.stderr
+
+
+def test_a_failed_training_cannot_control_the_terminal(tmp_path):
+    printed = "a\x1b]0;title\x07b\x1bP1;2q\x1b\\c\x1b[31md\x07"
+    code = f"print({printed!r}); raise SystemExit(3)"
+    with pytest.raises(TrainingError) as error:
+        run_training([sys.executable, "-c", code], {}, tmp_path / "log", 60)
+    assert error.value.tail == "abcd"
+
+
 def wait_for(condition):
     """Returns what a condition returns as soon as it is true."""
     end = time.monotonic() + 30
@@ -248,7 +294,8 @@ def test_a_terminal_has_one_line_for_each_run(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     flags = f"--variant={'n' * 60}={COMMANDS['two']}", "--steps=1", "--tolerance=1e-4"
     assert main(["run", f"--reference={COMMANDS['one']}", *flags]) == 0
-    first, second, last = (line.split("\r") for line in terminal.getvalue().split("\n"))
+    said, first, second, last = (line.split("\r") for line in terminal.getvalue().split("\n"))
+    assert said[0].startswith("2 trainings, and more where one differs: reference; nnn")
     assert first[1] == "reference: running, 0 s" and re.match(
         r"reference: recorded, \d+ s", first[-1]
     )
