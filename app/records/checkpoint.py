@@ -217,6 +217,7 @@ def find_result(
     is_finished = found and is_complete(found.metadata, found.epochs)
     if not found or not is_finished or found.damaged or old != new:
         return None
+    run_directory.restore_config()
     write_history(path, found.metadata, found.epochs, draw)
     console.say(f"{path} is already finished; this is its result")
     return summarize(found.metadata, found.epochs)

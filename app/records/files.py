@@ -55,7 +55,10 @@ def io_errors_as(path: pathlib.Path, size_bytes: int = 0) -> Iterator[None]:
     except OSError as error:
         problem = f"{path}: {error.strerror}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(f"{problem}; choose another directory with --out") from error
+            advice = "choose another directory with --out"
+            if error.errno == errno.EFBIG:
+                advice = "raise the limit of file sizes, as with ulimit -f unlimited"
+            raise OutputError(f"{problem}; {advice}") from error
         free = shutil.disk_usage(next(p for p in path.absolute().parents if p.exists())).free
         needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
         advice = "make room, then run the same command again"

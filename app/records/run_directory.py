@@ -76,6 +76,16 @@ class RunDirectory:
         """Returns the configuration of the run that was started here; {} without one."""
         return load_run_config(self.path) if (self.path / CONFIG_FILE).exists() else {}
 
+    def restore_config(self) -> None:
+        """Writes `config.json` again if it is lost, damaged or edited: checkpoints have it, too."""
+        try:
+            is_own = load_run_config(self.path) == self.config
+        except LockstepError:
+            is_own = False
+        if not is_own:
+            console.warn(f"{self.path / CONFIG_FILE} was not as this run began; written again")
+            files.write_json(self.path / CONFIG_FILE, self.config)
+
     def start(self, *, overwrite: bool) -> None:
         """Starts or resumes the run; `overwrite` first removes the files of another run."""
         if overwrite:
@@ -122,7 +132,8 @@ def _open_lock_file(path: pathlib.Path) -> tuple[int, bool]:
     with files.io_errors_as(path):
         files.make_directory(path)
         names = {name for name in os.listdir(path) if not name.startswith(files.TEMPORARY)}
-        if not names <= {LOCK_FILE, LOG_FILE} and not is_run(path):
+        has_checkpoints = any(path.glob(f"{CHECKPOINTS}/step-*-epoch-*.safetensors"))
+        if not names <= {LOCK_FILE, LOG_FILE} and not has_checkpoints and not is_run(path):
             raise OutputError(
                 f"--out={path} contains files that this program did not write; choose a new"
                 " directory"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import os
 import shlex
 import subprocess
@@ -108,6 +109,19 @@ def test_a_finished_run_prints_its_result_again_and_stays(compared):
     refused = run_here(*ON_CPUS, "--data_dir=/nonexistent", "--overwrite", f"--out={run_dir}")
     assert refused.returncode == 3 and find_newest_checkpoint(run_dir)
     assert (run_dir / "summary.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("damage", [None, "{", '{"written_by": "lockstep", "format": 3}'])
+def test_a_lost_or_edited_configuration_is_written_again(compared, tmp_path, damage):
+    """Checkpoints have it, too."""
+    run_dir = shutil.copytree(compared[0] / "manual", tmp_path / "run")
+    config = (run_dir / "config.json").read_text()
+    (run_dir / "config.json").unlink()
+    if damage:
+        (run_dir / "config.json").write_text(damage)
+    again = run_here_ok(*ON_CPUS, *SMALL, "--deterministic", f"--out={run_dir}")
+    assert "config.json was not as this run began; written again" in again.stderr
+    assert (run_dir / "config.json").read_text() == config
 
 
 def test_evaluate_on_another_strategy(compared):
