@@ -2,9 +2,9 @@
 
 import contextlib
 import json
-import shutil
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
