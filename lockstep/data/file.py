@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from lockstep.data.about import MAX_MICRO_BATCHES, Fault, about_from, shown
+from lockstep.data.about import MAX_MICRO_BATCHES, MAX_REPLICAS, Fault, about_from, shown
 from lockstep.data.archive import (
     ADVICE,
     KEPT,
@@ -301,6 +301,8 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
         if kind != "data" and any(_is_text(arrays.data[name]) for name in _members(place, parts)):
             raise Fault(f"has a text in {place}, which no trace has; record numbers")
         items = trace.copies if is_local else trace.items(kind)
+        if kind == "own_after" and f"{position}/shards/0" in counts:
+            items = range(MAX_REPLICAS)  # Of the other training.
         if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
         count = counts[group] if names is None else len(names)

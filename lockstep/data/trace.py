@@ -30,7 +30,8 @@ Kinds of arrays of a shard:
 - `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
   log-probabilities given those before them, of a program that does not train. `logits`: of those
   that count, one after another. `position_ids`: what the model got.
-- `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics.
+- `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics. With `shards`,
+  `own_after` has what the forward passes of each part leave, by the number of its replica.
 
 Kinds of arrays of a copy:
 

@@ -80,14 +80,22 @@ class Copies:
         """Ends the step of this replica."""
         del self.number[replica_id()]
 
-    def keep(self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None) -> None:
+    def keep(
+        self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None,
+        item: int | None = None,
+    ) -> None:  # fmt: skip
         """Copies tensors and variables of this replica, if its step is recorded.
 
-        `places` are their indices, from 0 if it is None.
+        Args:
+            kind: their kind.
+            values: the tensors and variables.
+            places: their indices; from 0 if it is None.
+            item: the replica of which they are; this one if it is None.
         """
-        replica, parts = replica_id(), dict[str, Any]()
-        if (number := self.number.get(replica)) is None:
+        parts = dict[str, Any]()
+        if (number := self.number.get(replica_id())) is None:
             raise ValueError(NOT_WRAPPED)
+        replica = replica_id() if item is None else item
         if is_in_xla():
             if kind in OF_FORWARD_PASS:
                 return
@@ -158,7 +166,7 @@ class Copies:
     @property
     def replicas(self) -> list[int]:
         """The replicas of this process."""
-        return sorted({replica for _, _, replica in self.kept})
+        return sorted({replica for _, kind, replica in self.kept if kind == "before"})
 
     def rates(self, step: int) -> dict[str, float]:
         """Returns the learning rates of a step by the number of the optimizer."""

@@ -257,6 +257,11 @@ def case_shards():
         assert_close(one.kind("raw"), mean_of_raw(two, 0))
         for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
             np.testing.assert_array_equal(one.kind("after")[name], two.kind("after")[name])
+        own = [key for key in one.arrays if key.startswith("1/own_after/1/")]
+        assert len(own) == 3
+        for key in own:
+            other = two.arrays[key.replace("own_after", "after")]
+            np.testing.assert_array_equal(one.arrays[key], other)
     permuted = recorded("permuted", None, momentum, permute=1, **options)
     assert sorted(permuted.arrays["1/shards/0/0"]) == [0] * 6 + [1] * 6
     compiled = torch.compile(network(), backend="eager")
