@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import glob
-import json
 import math
 import os
 import pathlib
@@ -47,7 +46,7 @@ from lockstep.data.trace import (
 )
 from lockstep.numeric.arrays import Rows
 
-__all__ = ["TraceError", "Writer", "from_parts", "load", "save"]
+__all__ = ["TraceError", "Writer", "load", "save"]
 MAX_MEMBERS = MAX_ARRAYS = 250_000  # Several names of arrays may be one member's.
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
@@ -139,18 +138,6 @@ def _on_data_axis(file: "_File", axis: str) -> "_File":
         file.about, data_axes=mesh.data_axes, num_replicas=mesh.num_replicas
     )
     return file._replace(about=about)
-
-
-def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Trace:
-    """Returns the trace of a recorder's `about` and `arrays`, as if it had been saved and loaded.
-
-    Raises:
-        TraceError: they do not describe a trace.
-    """
-    with errors_of("the recording"):
-        checked, _ = about_from(json.dumps(about, default=str))
-        _check_arrays(checked, Arrays(arrays))
-    return Trace(checked, dict(arrays))
 
 
 class _File(NamedTuple):

@@ -212,8 +212,6 @@ class About:
         draws_apart: whether a reference by parts computed something else with the number of another
             replica from the same random state, in each step.
         left_out: sentences that say what a script keeps and the file does not have, and why.
-        structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
-        predicted: nesting of the arrays of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.
         mesh: axis of the devices → their number along it, the outer axis first; empty without
             further axes than data.
@@ -263,8 +261,6 @@ class About:
     not_loaded: tuple[str, ...] = ()
     draws_apart: bool = False
     left_out: tuple[str, ...] = ()
-    structure: Any = None
-    predicted: Any = None
     parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     data_axes: tuple[str, ...] = ()

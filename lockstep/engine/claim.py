@@ -100,11 +100,14 @@ class Claim:
             first, known = self.pair.state(variable), dict[int, Change]()
             if first is None:
                 continue
+            # A statistic is that of the copy's part, or that of the first copy, as DDP sends it.
+            is_of_part = variable.kind == STATISTIC and self.pair.has_same_shards
             for copy in self.pair.copies:
-                state = self.pair.state(variable, copy)
-                others = (c for c in known if _are_same(self.pair.state(variable, c), state))
-                is_own = variable.kind == STATISTIC and self.pair.has_same_shards
-                if is_own or (same := next(others, None)) is None:
+                state, like = self.pair.state(variable, copy), [0] if is_of_part else [*known]
+                others = (
+                    c for c in like if c in known and _are_same(self.pair.state(variable, c), state)
+                )
+                if (same := next(others, None)) is None:
                     right = self.pair.right(variable, copy)
                     known[copy] = self._compare_copy(variable, copy, right, state)
                 else:  # It has the bits of another copy, and is compared once.

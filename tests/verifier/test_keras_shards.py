@@ -22,7 +22,8 @@ FIT_LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def model_of(*parts):
     hidden = {"norm": keras.layers.BatchNormalization, "equal": lambda: keras.layers.Dropout(0.5),
-              "own": lambda: ReplicaDropout(0.5)}  # fmt: skip
+              "own": lambda: ReplicaDropout(0.5),
+              "penalty": lambda: keras.layers.ActivityRegularization(0.01)}  # fmt: skip
     layers = [hidden[part]() for part in parts]
     return keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(8), *layers, keras.layers.Dense(3)]
@@ -143,10 +144,15 @@ def test_what_cannot_be_computed_by_parts_is_refused(tmp_path):
         [keras.Input((6,)), keras.layers.BatchNormalization(synchronized=True)]
     )
     synchronised.compile("sgd", "mse")
+    several = [model_of("norm"), keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])]
     for told, model, given in (
         ("shards='each': must be 'each', with replay=", model_of("norm"), {}),
         ("shards='each': batch_normalization.* is synchronised", synchronised, {"replay": one}),
+        ("shards='each': needs one model, .*; record without shards=", several, {"replay": one}),
     ):
         options = {"steps": STEPS, "shards": "each", **given}
         with pytest.raises(ValueError, match=told):
             record(str(tmp_path / "x.npz"), model, keras.optimizers.SGD(), **options).__enter__()
+    options = {"with_fit": True, "replay": one, "shards": "each"}
+    with pytest.raises(ValueError, match=r"^shards='each': layers add losses of [^\n]* shards=$"):
+        train(str(tmp_path / "x.npz"), 1, ("norm", "penalty"), **options)

@@ -62,7 +62,11 @@ class ShardRunner:
         )
         is_one = model.distribute_strategy.num_replicas_in_sync == 1
         is_called = type(model).call is not keras.Model.call
-        require(is_one and is_called, "shards='each': needs one model, called on one device")
+        require(
+            is_one and is_called,
+            "shards='each': needs one model, called as a whole on one device; record without"
+            " shards=",
+        )
 
     @property
     def draws_apart(self) -> bool:

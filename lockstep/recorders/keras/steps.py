@@ -20,7 +20,8 @@ from lockstep.recorders.keras.private import (
 )
 from lockstep.recorders.keras.replay import Replay
 from lockstep.recorders.keras.shards import ShardRunner
-from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
+from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of
+from lockstep.recorders.output import Output
 
 _CALL = "call the model with a batch before the block"
 
@@ -32,6 +33,7 @@ class StepObserver:
         model: the model.
         optimizers: those that the steps apply.
         request: the steps to record, and the recording to start them from.
+        output: the file to which arrays are written as they come.
         by_parts: whether the model is called for each replica's part in that recording.
 
     Attributes:
@@ -45,12 +47,13 @@ class StepObserver:
     """
 
     def __init__(
-        self, model: keras.Model, optimizers: Optimizers, request: Request, *, by_parts: bool
-    ) -> None:
+        self, model: keras.Model, optimizers: Optimizers, request: Request, output: Output, *,
+        by_parts: bool,
+    ) -> None:  # fmt: skip
         self._model, self._optimizers, self._hooks = model, optimizers, Hooks()
         self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
-        self.copies = Copies(request, self.about)
+        self.copies = Copies(request, self.about, output)
         self.replay = Replay(request) if request.replay else None
         self.shards = None
         if by_parts and self.replay:
@@ -111,7 +114,6 @@ class StepObserver:
         self._keep_state()
         if self._seed is not None:
             data = permuted(data, number, [self._seed, replica])
-        self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self.copies.keep("data", leaves(data))
         self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
         self._num_losses[replica] = 0
@@ -184,9 +186,7 @@ class StepObserver:
         names = ("x", "y", "y_pred", "sample_weight", "training")
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         if call.get("training", True):
-            predictions = leaves(call["y_pred"])
-            self.about["predicted"] = to_json(call["y_pred"])
-            self.copies.keep("y_pred", predictions)
+            self.copies.keep("y_pred", leaves(call["y_pred"]))
             self.copies.keep("loss", [loss, regularisation(self._model)])
         return loss
 
