@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.data.trace import SEED, STATISTIC, WEIGHT
-from lockstep.recorders.keras.private import layers_in, layers_of, set_strategy
+from lockstep.recorders.keras.private import layers_in, layers_of
 from lockstep.recorders.keras.values import is_seed
 
 LAYER_SETTINGS = {  # Attribute → key.
@@ -24,10 +24,17 @@ class Models(keras.Model):
     def __init__(self, models: Sequence[keras.Model]):
         super().__init__(name="_and_".join(model.name for model in models))
         self.models = list(models)
-        set_strategy(self, models[0].distribute_strategy)
         paths = [variable.path for variable in self.variables]
         if repeated := [path for path in paths if paths.count(path) > 1]:
             raise ValueError(f"several models have {repeated[0]}; give their layers other names")
+
+
+def as_one(model: keras.Model | Sequence[keras.Model]) -> keras.Model:
+    """Returns a model, or one that has the variables of several and their strategy."""
+    if isinstance(model, keras.Model):
+        return model
+    with model[0].distribute_strategy.scope():
+        return Models(model)
 
 
 def _numbers_of(layer: keras.Layer) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class Optimizers:
         """The optimizers that update weights: those in a wrapper, not the wrapper."""
         return [part for each in self.applied for part in parts_of(each)]
 
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables of the optimizers that a step applies."""
+        return [variable for each in self.applied for variable in each.variables]
+
     def known_before_a_step(self) -> list[keras.optimizers.Optimizer]:
         """Builds optimizers that a step is known to apply; returns those that are new."""
         is_compiled = len(self.given) == 1 and self.given[0] is self._compiled
@@ -112,7 +117,7 @@ class Optimizers:
         state. That of a weight which another optimizer updates belongs to none.
         """
         parts = [(part, {id(v) for v in part.variables}) for part in self.parts]
-        for variable in [v for each in self.applied for v in each.variables]:
+        for variable in self.variables:
             owners = (part for part, own in parts if id(variable) in own)
             weights = [w.path for part in owners for w in self._updated_by(part)]
             starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}

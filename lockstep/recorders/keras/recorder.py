@@ -19,7 +19,7 @@ from lockstep.recorders.common import (
     require,
     with_command,
 )
-from lockstep.recorders.keras.description import Models, computed_in
+from lockstep.recorders.keras.description import as_one, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
 from lockstep.recorders.keras.steps import StepObserver
 from lockstep.recorders.keras.values import replicas_here
@@ -43,7 +43,7 @@ class Recorder:
     def __init__(
         self, path: str, model: Any, optimizer: Any, request: Request, *, by_parts: bool
     ) -> None:
-        self._model = model if isinstance(model, keras.Model) else Models(model)
+        self._model = as_one(model)
         self._optimizers = Optimizers(self._model, optimizer)
         if self._model.compiled and self._model.jit_compile is True:
             raise ValueError(

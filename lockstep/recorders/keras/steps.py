@@ -59,7 +59,8 @@ class StepObserver:
         if by_parts and self.replay:
             self.shards = ShardRunner(model, self.replay.states, self.copies)
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
-        self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
+        # Of a replica in a step: how much of `_state`, and how many rates, are copied.
+        self._num_kept: dict[int, tuple[int, int]] = {}
         self._num_variables: dict[int, int] = {}  # Of a replica: those of the model at its start.
         self._applied: dict[int, dict[str, Any]] = {}  # Of a replica: weight → its gradient.
         self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
@@ -107,7 +108,7 @@ class StepObserver:
             self._add(optimizer)
         self._request.choose_sample(size_of_weights(self._model))
         replica = replica_id()
-        self._applied[replica], self._num_states[replica] = {}, 0
+        self._applied[replica], self._num_kept[replica] = {}, (0, 0)
         self._scaled.discard(replica)
         number = self.copies.begin(leaves(data))
         self._num_variables[replica] = len(self._model.variables)
@@ -142,12 +143,11 @@ class StepObserver:
 
     def _keep_state(self) -> None:
         """Copies the state before a step, as far as it is known and not copied yet."""
-        replica, applied = replica_id(), self._optimizers.applied
-        states, kept = self._state, self._num_states[replica]
-        if kept == len(states):
+        replica, state = replica_id(), self._state
+        first, num_rates = self._num_kept[replica]
+        if first == len(state):
             return
-        first, state = sum(map(len, states[:kept])), [v for own in states for v in own]
-        places = range(first, len(state))
+        places, parts = range(first, len(state)), self._optimizers.parts
         self.about |= self._optimizers.description()
         if self.replay:
             self.copies.keep("replaced", state[first:], places)
@@ -156,16 +156,14 @@ class StepObserver:
         self.copies.keep("before", state[first:], places)
         if self._request.keeps_start:
             self.copies.keep("start", state[first:], places)
-        old = sum(len(parts_of(each)) for each in applied[: max(kept - 1, 0)])
-        new = self._optimizers.parts[old:]
-        rates = [part.learning_rate for part in new]
-        self.copies.keep("learning_rate", rates, range(old, old + len(new)))
-        self._num_states[replica] = len(states)
+        rates = [part.learning_rate for part in parts[num_rates:]]
+        self.copies.keep("learning_rate", rates, range(num_rates, len(parts)))
+        self._num_kept[replica] = len(state), len(parts)
 
     @property
-    def _state(self) -> list[list[Any]]:
-        """Variables of the model, and of each optimizer."""
-        return [self._model.variables, *(each.variables for each in self._optimizers.applied)]
+    def _state(self) -> list[Any]:
+        """Variables of the model, then those of the optimizers."""
+        return [*self._model.variables, *self._optimizers.variables]
 
     @tf.autograph.experimental.do_not_convert
     def _end_losses(self) -> None:
@@ -173,10 +171,10 @@ class StepObserver:
 
     @tf.autograph.experimental.do_not_convert
     def _end_step(self) -> None:
-        late = len(self._state[0]) - self._num_variables.pop(replica_id())
+        late = len(self._model.variables) - self._num_variables.pop(replica_id())
         if late:
             self.copies.fail(f"{self._model.name} creates {late} variables in a step; {_CALL}")
-        self.copies.keep("after", [variable for own in self._state for variable in own])
+        self.copies.keep("after", self._state)
         self.copies.end()
 
     # Losses.
