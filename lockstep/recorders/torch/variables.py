@@ -193,4 +193,4 @@ def _given(optimizer: Any) -> list[Any]:
 def real(value: Tensor) -> Tensor:
     """Returns a view of a complex tensor, such as the rotations of RoPE, as pairs of numbers."""
     is_complex = value.is_complex() and not is_dtensor(value)
-    return torch.view_asreal(value.resolve_conj()) if is_complex else value
+    return torch.view_as_real(value.resolve_conj()) if is_complex else value
