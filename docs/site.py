@@ -26,7 +26,7 @@ API = {
         "record",
         "record_torch.record",
         "record_torch.record_log_probs",
-        "record_keras.Recorder",
+        "record_keras.record",
         "record_jax.record",
         "note",
     ],

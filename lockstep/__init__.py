@@ -87,9 +87,7 @@ def _trace_of(training: Any) -> "Trace":
         return training
     if isinstance(training, str | os.PathLike):
         return trace_file.load(training)
-    if getattr(training, "path", ""):  # A recorder that has written a file.
-        return trace_file.load(training.path)
-    return trace_file.from_parts(training.about, training.arrays)
+    return trace_file.load(training.path)  # What a recorder has written.
 
 
 _MODULES = {  # Name → its module, which imports NumPy and is imported when it is needed.

@@ -22,14 +22,14 @@ The hooks replace methods of the model and of the classes of optimizers, and
 `GradientTape.gradient`, until the end of the block. Each optimizer that a step applies is recorded.
 Recording does not change the training bitwise; other steps are not copied. `record` writes arrays
 to the file as they come; above 64 MiB of weights, or with `sample=N`, samples of large ones: see
-`docs/verify_scripts.md`. `Recorder` keeps whole arrays in memory.
+`docs/verify_scripts.md`.
 
 XLA does not run the hooks: `jit_compile=True` may stand on a function that the step calls, but not
 around the step.
 """
 
 from lockstep.recorders.common import DEFAULT_STEPS
-from lockstep.recorders.keras.recorder import Recorder, record
+from lockstep.recorders.keras.recorder import record
 from lockstep.recorders.notes import note
 
-__all__ = ["DEFAULT_STEPS", "Recorder", "note", "record"]
+__all__ = ["DEFAULT_STEPS", "note", "record"]

@@ -33,7 +33,7 @@ def record(
             that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the
             settings, as in {"class": "SGD", "learning_rate": 0.1}.
         **options: further arguments of the framework's recorder: `record_torch.record`,
-            `record_keras.Recorder` or `record_jax.record`.
+            `record_keras.record` or `record_jax.record`.
 
     Returns:
         A context manager. In JAX, `with … as train_step` gives the step to call; in Keras, `as

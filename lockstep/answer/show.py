@@ -11,7 +11,7 @@ from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES, WEIGHT,
 
 _MOST_WEIGHTS, _LONGEST = 10, 48
 # Keys of the description that are shown otherwise, or that no reader needs.
-_NOT_SHOWN = ("framework", "steps", "variables", "gradients", "structure", "predicted")
+_NOT_SHOWN = ("framework", "steps", "variables", "gradients")
 
 
 def contents_of(trace: Trace, details: bool = False) -> str:

@@ -25,8 +25,8 @@ from lockstep.data.trace import (
 
 FORMAT, VERSION = "lockstep trace", 2
 
-_MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 16_384
-_MAX_AXES, MAX_MICRO_BATCHES = 16, 65_536
+_MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_AXES = 50, 2_000, 60, 16
+MAX_REPLICAS, MAX_MICRO_BATCHES = 16_384, 65_536
 _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
     **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
@@ -133,8 +133,8 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     replicas = [*about.replicas, *(shard.replica for shard in about.shards)]
     yield from _requirements_of_mesh(about)
     yield "framework", about.framework, "a name"
-    yield "num_replicas", 0 < num <= _MAX_REPLICAS, f"from 1 to {_MAX_REPLICAS}"
-    yield "num_copies", 0 <= about.num_copies <= _MAX_REPLICAS, f"from 0 to {_MAX_REPLICAS}"
+    yield "num_replicas", 0 < num <= MAX_REPLICAS, f"from 1 to {MAX_REPLICAS}"
+    yield "num_copies", 0 <= about.num_copies <= MAX_REPLICAS, f"from 0 to {MAX_REPLICAS}"
     ascending = all(a < b for a, b in itertools.pairwise((-1, *steps)))
     yield "steps", ascending, "whole numbers from 0, in ascending order"
     asked = all(a < b for a, b in itertools.pairwise((-1, *about.asked)))
@@ -207,7 +207,7 @@ def _requirements_of_mesh(about: About) -> Iterator[tuple[str, Any, str]]:
         yield "mesh", not any(others), "given, as other keys describe its ranks"
         return
     yield "mesh", all(mesh.axes) and all(n > 0 for n in mesh.axes.values()), "of positive sizes"
-    yield "mesh", 0 < mesh.size <= _MAX_REPLICAS, f"of at most {_MAX_REPLICAS} ranks"
+    yield "mesh", 0 < mesh.size <= MAX_REPLICAS, f"of at most {MAX_REPLICAS} ranks"
     yield "mesh", len(mesh.axes) <= _MAX_AXES, f"of at most {_MAX_AXES} axes"
     are_axes = {*about.data_axes} <= {*mesh.axes}
     yield "data_axes", are_axes and len({*about.data_axes}) == len(about.data_axes), "axes of mesh"

@@ -30,7 +30,8 @@ Kinds of arrays of a shard:
 - `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
   log-probabilities given those before them, of a program that does not train. `logits`: of those
   that count, one after another. `position_ids`: what the model got.
-- `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics.
+- `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics. With `shards`,
+  `own_after` has what the forward passes of each part leave, by the number of its replica.
 
 Kinds of arrays of a copy:
 
@@ -211,8 +212,6 @@ class About:
         draws_apart: whether a reference by parts computed something else with the number of another
             replica from the same random state, in each step.
         left_out: sentences that say what a script keeps and the file does not have, and why.
-        structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
-        predicted: nesting of the arrays of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.
         mesh: axis of the devices → their number along it, the outer axis first; empty without
             further axes than data.
@@ -262,8 +261,6 @@ class About:
     not_loaded: tuple[str, ...] = ()
     draws_apart: bool = False
     left_out: tuple[str, ...] = ()
-    structure: Any = None
-    predicted: Any = None
     parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     data_axes: tuple[str, ...] = ()

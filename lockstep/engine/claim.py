@@ -100,22 +100,25 @@ class Claim:
             first, known = self.pair.state(variable), dict[int, Change]()
             if first is None:
                 continue
+            # A statistic is that of the copy's part, or that of the first copy, as DDP sends it.
+            is_of_part = variable.kind == STATISTIC and self.pair.has_same_shards
             for copy in self.pair.copies:
-                state = self.pair.state(variable, copy)
-                others = (c for c in known if _are_same(self.pair.state(variable, c), state))
+                state, like = self.pair.state(variable, copy), [0] if is_of_part else [*known]
+                others = (
+                    c for c in like if c in known and _are_same(self.pair.state(variable, c), state)
+                )
                 if (same := next(others, None)) is None:
-                    known[copy] = self._compare_copy(variable, copy, first, state)
+                    right = self.pair.right(variable, copy)
+                    known[copy] = self._compare_copy(variable, copy, right, state)
                 else:  # It has the bits of another copy, and is compared once.
                     known[copy] = known[same]._replace(copy=copy)
             yield from known.values()
 
     def _compare_copy(
-        self, variable: Variable, copy: int, first: State, own: State | None
+        self, variable: Variable, copy: int, first: State | None, own: State | None
     ) -> Change:
-        # A reference that ran part by part has one set of statistics.
         of_port = variable.kind == STATE and self.pair.is_port
-        of_other_shard = variable.kind == STATISTIC and copy > 0 and self.pair.has_same_shards
-        if own is None or of_other_shard or of_port:
+        if own is None or first is None or of_port:
             is_lost = own is None and variable.kind == WEIGHT and (
                 variable.second in self.pair.training.starts[copy]
             )  # fmt: skip

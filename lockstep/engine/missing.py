@@ -124,9 +124,10 @@ class Missing:
                 " in which a factor that clipping removes does not show"
             )
         first = self.pairs[0]
-        has_statistics = any(v.kind == STATISTIC for v in first.variables)
-        if has_statistics and len(first.copies) > 1 and first.has_same_shards:
-            yield "statistics of other ranks than the first: the reference by parts has one set"
+        statistics = [v for v in first.variables if v.kind == STATISTIC]
+        ranks = [copy for copy in first.copies if copy]
+        if any(first.right(v, copy) is None for v in statistics for copy in ranks):
+            yield "statistics of other ranks than the first: more than a forward pass changes them"
         matching = first.matching
         if unmatched := [*matching.unmatched_first, *matching.unmatched_second]:
             yield f"not matched: {_first(unmatched)}"

@@ -278,8 +278,7 @@ def changes_of(
     """Returns the changes of variables on a copy, the terms D1 and X, and their bounds."""
     own, first, before, allowed = Named(), Named(), Named(), Named()
     for variable in variables:
-        right, copies = look.pair.states(variable)
-        state = copies[copy]
+        right, state = look.pair.right(variable, copy), look.pair.state(variable, copy)
         if right is None or state is None:
             continue
         state = State(variable.as_first(state.old), variable.as_first(state.new))

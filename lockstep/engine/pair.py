@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.data.match import Matching
-from lockstep.data.trace import STATE, WEIGHT, Trace
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Trace
 from lockstep.engine.step import Step
 from lockstep.numeric.arrays import (
     TINY,
@@ -346,6 +346,26 @@ class Pair:
             return _state(starts, ends, variable.first, weight.first)
         starts, ends = self.training.starts[copy], self.training.ends[copy]
         return _state(starts, ends, variable.second, weight.second)
+
+    def right(self, variable: Variable, copy: int) -> State | None:
+        """Returns a variable of the reference as a copy should have it.
+
+        A statistic is what the copy's part makes of it, if the reference ran part by part; None if
+        that is unknown, as where something else changes the statistic in the step, too.
+        """
+        first = self.state(variable)
+        if first is None or variable.kind != STATISTIC or not (copy and self.has_same_shards):
+            return first
+        numbers, training = range(self.training.trace.about.num_replicas), self.training.trace
+        shard = (training.numbers or numbers)[training.shards_of(copy)[0]]
+        of_first, own = (
+            (self.reference.trace.named(self.reference.position, "own_after", part) or {}).get(
+                variable.first
+            )
+            for part in (0, shard)
+        )
+        is_known = of_first is not None and own is not None and same_bits(of_first, first.new)
+        return State(first.old, np.asarray(own)) if is_known else None
 
     def known_states(self, variable: Variable) -> tuple[State, list[State]] | None:
         """Returns a variable of the reference, and of each copy; None if one of them has none."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.match import Matching
-from lockstep.data.trace import STATISTIC, Trace
+from lockstep.data.trace import SEED, STATISTIC, Trace
 from lockstep.engine import modules, nodes, resume, settings, tokens
 from lockstep.engine.averages import Averages
 from lockstep.engine.bounds import bound_of
@@ -338,8 +338,8 @@ class _Training:
         if look.pair.has_same_shards or (finding.node in UNMIXED and not of_statistics):
             return finding
         step = look.pair.training
-        # Layers of Keras may fold the number of the replica into equal states.
-        folds = step.trace.about.framework == "keras"
+        # Layers may fold the number of the replica into equal states that are variables.
+        folds = bool(step.of_kind(SEED))
         unlike = [x for x in look.random if not (folds and x.how == SAME)]
         is_seen = bool(look.layers or unlike) or finding.seen.get("by") == "rank"
         if finding.node in (LOSS, GRADIENT, SUM) and look.outputs_apart:

@@ -82,11 +82,3 @@ class Output:
         self._writer = None
         text = f"{self._path}: cannot be written ({error.strerror or error})"
         print(f"lockstep: {text}; the training is not recorded", file=sys.stderr, flush=True)
-
-
-def write(path: str, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a recording whose arrays are in memory."""
-    output = Output(path)
-    for name, array in arrays.items():
-        output.put(name, array)
-    output.close(about)

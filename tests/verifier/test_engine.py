@@ -1,6 +1,7 @@
 """The engine in `lockstep.engine`: kept recordings of programs, small recordings, and formulas."""
 
 import importlib
+import itertools
 import tarfile
 
 import numpy as np
@@ -23,13 +24,15 @@ from tests.conftest import ROOT
 
 from .changes import (
     ADAM,
+    NORM,
     SUMMED,
     all_on_second,
+    layers,
     three_quarters,
     times,
     times_on,
 )
-from .edits import WITHOUT_GRADIENTS, edit, option, places, scaled, without
+from .edits import WITHOUT_GRADIENTS, edit, of_shards, option, places, scaled, without
 from .recordings import FAULTS, MORE, RIGHT, pair
 from .script_samples import Script, in_bfloat16, sgd
 from .states import STATES
@@ -430,3 +433,32 @@ def test_rounding_is_that_of_the_dtype():
         assert np.array_equal(short, rounded(short, dtype)) and not np.array_equal(short, array)
         assert np.all(np.abs(short - array) <= 2 * unit * np.abs(array))
     assert rounded(np.array([1 + 2.0**-9, 1 + 3 * 2.0**-9]), "bfloat16").tolist() == [1, 1 + 2**-7]
+
+
+# --- A reference by parts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong, left, status, note", [
+    (None, None, "clean", False),
+    (1, None, "fault", False),
+    (0, None, "fault", False),
+    (1, 0, "clean", True),  # Something else than a forward pass changes it.
+])  # fmt: skip
+def test_statistics_of_each_rank_are_those_of_its_part(wrong, left, status, note):
+    given = {**layers(NORM), **of_shards(), "steps": (0,)}
+    reference, training = pair(given, {"local_norm": True})
+    for index, rank in itertools.product((2, 3), (0, 1)):
+        own = training.arrays[f"1/after/{rank}/{index}"]
+        reference.arrays[f"1/own_after/{rank}/{index}"] = own * (1 + (rank == left))
+        if rank == 0:
+            reference.arrays[f"1/after/0/{index}"] = own
+    if wrong is not None:
+        name = f"1/after/{wrong}/3"
+        training.arrays[name] = training.arrays[name] * np.float32(1.01)
+    traces = reference.trace(), training.trace()
+    verdict = verify(*traces, by_parts=traces[0])
+    assert verdict.status == status, str(verdict)
+    assert any("statistics of other ranks" in text for text in verdict.notes) == note
+    if status == "fault":
+        assert (verdict.place.node, len(verdict.place.tensors)) == ("update", 1)
+        assert verdict.place.ranks == (f"replica {wrong}",)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from lockstep import compare
 from lockstep.data import file as trace_file
 from lockstep.numeric.arrays import Rows
-from lockstep.record_keras import Recorder, record
+from lockstep.record_keras import record
 from lockstep.recorders.keras.description import layouts_of
 from tests.conftest import ROOT
 from tests.small_models import mirrored
@@ -130,7 +130,6 @@ def test_what_a_file_says(one):
     assert (about["reduction"], about["order"]) == ("sum", "clip, reduce")
     assert about["data_layout"] == "NHWC"
     assert about["permuted"] is None and about["replayed"] is None
-    assert about["structure"] == {"tuple": [0, 1, 2]}
     positions = {name.split("/")[0] for name in arrays}
     kinds = {name.split("/")[1] for name in arrays}
     assert positions == {"1", "2", "3"}
@@ -214,7 +213,7 @@ def test_an_error_ends_the_recording_and_removes_its_hooks(tmp_path):
     assert not {*hooks} & {*vars(model.optimizer)} and model.train_function is None
 
 
-def test_sparse_gradients_have_three_members_and_a_file_says_the_same(tmp_path):
+def test_sparse_gradients_have_three_members(tmp_path):
     def build():
         model = keras.Sequential([layers.Embedding(9, 4), layers.Flatten(), layers.Dense(3)])
         model.compile("sgd", lambda y, y_pred: tf.reduce_mean(tf.square(y - y_pred)))
@@ -222,19 +221,17 @@ def test_sparse_gradients_have_three_members_and_a_file_says_the_same(tmp_path):
 
     model = on_replicas(build)
     tokens, targets = RANDOM.integers(0, 9, (8, 5)), np.ones((8, 3), np.float32)
-    with Recorder(model, steps=1) as recorder:
+    with record(tmp_path / "sparse.npz", model, steps=1):
         model.fit(tokens, targets, batch_size=8, verbose=0)
-    recorder.save(tmp_path / "sparse.npz")
     _, arrays = read(tmp_path / "sparse.npz")
     shapes = [arrays[f"1/raw/0/0/{part}"].shape for part in ("values", "indices", "rows")]
     assert shapes == [(20, 4), (20,), ()] and int(arrays["1/raw/0/0/rows"]) == 9
     loaded = trace_file.load(tmp_path / "sparse.npz")
     assert isinstance(loaded.arrays(0, "raw", 0)[0], Rows)
-    assert trace_file.from_parts(recorder.about, recorder.arrays).about == loaded.about
-    with Recorder(model := build(), steps=1, replay=tmp_path / "sparse.npz") as one:
+    given = {"steps": 1, "replay": tmp_path / "sparse.npz"}
+    with record(tmp_path / "one.npz", model := build(), **given) as one:
         model.fit(tokens, targets, batch_size=8, verbose=0)
-    verdict, from_memory = compare(one, tmp_path / "sparse.npz"), compare(one, recorder)
-    assert verdict.place == from_memory.place and verdict.formula == from_memory.formula
+    verdict = compare(one, tmp_path / "sparse.npz")
     assert shown(verdict) == "fault: loss: wrong_factor", str(verdict)
 
 
@@ -244,18 +241,17 @@ def test_recording_changes_nothing(training):
     assert bits_of(model) == training[1]
 
 
-def test_each_process_writes_a_file(one, tmp_path):
+def test_files_of_processes_are_one_recording(one, tmp_path):
     path, about, arrays = one
-    recorder = Recorder(on_replicas(convolution))
     for replica in (0, 1):
-        recorder.about |= about | {"replicas": [replica]}
-        recorder.arrays = {n: a for n, a in arrays.items() if n.split("/")[2] == str(replica)}
-        recorder.save(tmp_path / "one.npz")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.rank0.npz", "one.rank1.npz"]
+        own = {n: a for n, a in arrays.items() if n.split("/")[2] == str(replica)}
+        text = json.dumps(about | {"replicas": [replica], "aliases": {}})
+        np.savez(tmp_path / f"one.rank{replica}.npz", about=np.array(text), **own)
     again, whole = trace_file.load(tmp_path / "one.npz"), trace_file.load(path)
     assert again.about == whole.about and sorted(again.stored()) == sorted(arrays)
     assert all(again.stored()[n].tobytes() == array.tobytes() for n, array in arrays.items())
-    Recorder(on_replicas(convolution), steps=[2], replay=tmp_path / "one.npz")
+    given = {"steps": [2], "replay": tmp_path / "one.npz"}
+    record(tmp_path / "two.npz", on_replicas(convolution), **given).__enter__()
 
 
 def test_errors_of_files(tmp_path):
@@ -271,7 +267,7 @@ def test_errors_of_files(tmp_path):
         pass
 
 
-def test_models_that_cannot_be_recorded():
+def test_models_that_cannot_be_recorded(tmp_path):
     def compiled(optimizer, **options):
         model = keras.Sequential([layers.Dense(2)])
         model.compile(optimizer, "mse", **options)
@@ -282,9 +278,9 @@ def test_models_that_cannot_be_recorded():
         (compiled("sgd", jit_compile=True), "jit_compile=False"),
     ):
         with pytest.raises(ValueError, match=message):
-            Recorder(model)
+            record(tmp_path / "one.npz", model).__enter__()
     with pytest.raises(ValueError, match="optimizer: 0 is no optimizer of Keras"):
-        Recorder(compiled("sgd"), [0, 1])
+        record(tmp_path / "one.npz", compiled("sgd"), [0, 1]).__enter__()
 
 
 def test_a_step_of_a_custom_loop_must_be_wrapped(tmp_path):
@@ -380,7 +376,7 @@ def test_a_recording_of_another_framework_is_transposed_and_names_choose(one, tm
 def test_errors_of_a_replay(one, tmp_path):
     path, *_ = one
     with pytest.raises(ValueError, match=r"one\.npz: lacks steps \[1\]; it has \[0, 2, 3\]"):
-        Recorder(on_replicas(convolution), steps=3, replay=path)
+        record(tmp_path / "two.npz", on_replicas(convolution), steps=3, replay=path).__enter__()
 
     def wider():
         model = keras.Sequential([layers.Flatten(), layers.Dense(5)])
@@ -463,7 +459,7 @@ def test_a_custom_loop(tmp_path):
 
     assert run([0, 2]) == run([])
     about, arrays = read(tmp_path / "own.npz")
-    assert about["steps"] == [0, 2] and about["structure"] == {"tuple": [0, 1, 2]}
+    assert about["steps"] == [0, 2]
     assert about["optimizer"]["momentum"] == 0.9
     assert about["settings"][1][0]["learning_rate"] == pytest.approx(0.1)
     kinds = {name.split("/")[1] for name in arrays}

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.keras import private
-from tests.conftest import CPUS, ROOT
+from tests.conftest import ROOT
 from tests.verifier.recorder_scripts import FOLDER, needs, run_script
 
 FILES = [
@@ -54,12 +54,8 @@ def test_names_of_models_and_layers():
     assert not private.layers_in(dense) and dense in private.layers_in(model)
     expected = 0.5 * tf.reduce_sum(tf.square(dense.kernel.value))
     assert float(private.regularisation(model)) == pytest.approx(float(expected))
-    strategy = tf.distribute.MirroredStrategy(CPUS[:2])
-    private.set_strategy(model, strategy)
-    assert model.distribute_strategy is strategy
     for function in (private.layers_of, private.layers_in, private.weights_of):
         missing(function, object())
-    missing(private.set_strategy, object(), strategy)
 
 
 def test_names_of_optimizers():

@@ -103,7 +103,7 @@ def _moved(name, numbers):
 def test_what_is_saved_is_loaded_and_equal_arrays_are_written_once(tmp_path):
     description = dataclasses.replace(
         trace_samples.trace().about, shards=(Shard(0, 0.5), Shard(0), Shard(1, 0.5), Shard(1)),
-        num_copies=2, reduced_in="float16", structure={"tuple": [0, None]},
+        num_copies=2, reduced_in="float16",
         parts=({"dense/kernel": (3, 1)},) * 2, settings=(), micro_batches=(2, 1),
         optimizer={"class": "SGD", "momentum": np.float32(0.5)},
     )  # fmt: skip

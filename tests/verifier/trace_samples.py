@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from lockstep.data import file as trace_file
+from lockstep.data.about import about_from
+from lockstep.data.trace import Trace
 
 WEIGHTS = {"dense/kernel": (3, 2), "dense/bias": (2,), "embedding": (5, 2)}
 VARIABLES = [
@@ -76,4 +77,4 @@ def write_ranks(folder, **changes):
 
 def trace(**changes):
     """Returns the trace of `about` and `arrays` in memory."""
-    return trace_file.from_parts(about(**changes), arrays())
+    return Trace(about_from(json.dumps(about(**changes)))[0], arrays())

@@ -28,9 +28,10 @@ class Copies:
     Args:
         request: the steps to record, and how large arrays are sampled.
         about: the description, as far as it is known.
+        output: the file to which arrays are written as they come.
 
     Attributes:
-        output: the file to which arrays are written as they come; None to keep them in memory.
+        output: the file.
         number: replica → the number of its step, a tensor; -1 if that is not recorded.
         error: the first error within a step, in words.
         kept: number of a step, kind and replica → "INDEX", or "INDEX/values", … → array, or what
@@ -38,9 +39,8 @@ class Copies:
         shapes: index of a variable that is sampled → its whole shape.
     """
 
-    def __init__(self, request: Request, about: Mapping[str, Any]) -> None:
-        self._request, self._about, self.error = request, about, ""
-        self.output: Output | None = None
+    def __init__(self, request: Request, about: Mapping[str, Any], output: Output) -> None:
+        self._request, self._about, self.output, self.error = request, about, output, ""
         self.number: dict[int, tf.Tensor] = {}
         self.kept: dict[tuple[int, str, int], dict[str, np.ndarray | Member | None]] = {}
         self.shapes: dict[int, tuple[int, ...]] = {}
@@ -80,14 +80,22 @@ class Copies:
         """Ends the step of this replica."""
         del self.number[replica_id()]
 
-    def keep(self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None) -> None:
+    def keep(
+        self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None,
+        item: int | None = None,
+    ) -> None:  # fmt: skip
         """Copies tensors and variables of this replica, if its step is recorded.
 
-        `places` are their indices, from 0 if it is None.
+        Args:
+            kind: their kind.
+            values: the tensors and variables.
+            places: their indices; from 0 if it is None.
+            item: the replica of which they are; this one if it is None.
         """
-        replica, parts = replica_id(), dict[str, Any]()
-        if (number := self.number.get(replica)) is None:
+        parts = dict[str, Any]()
+        if (number := self.number.get(replica_id())) is None:
             raise ValueError(NOT_WRAPPED)
+        replica = replica_id() if item is None else item
         if is_in_xla():
             if kind in OF_FORWARD_PASS:
                 return
@@ -121,10 +129,8 @@ class Copies:
             return
         kept = self.kept.setdefault(key, {})
         for place, array in self._sampled(kind, arrays).items():
-            if self.output and kind != "learning_rate":
-                kept[place] = self.output.add(plain_copy(array))
-            else:
-                kept[place] = plain_copy(array)
+            copy = plain_copy(array)
+            kept[place] = copy if kind == "learning_rate" else self.output.add(copy)
 
     def _sampled(self, kind: str, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Returns arrays by their places, of which large ones are sampled."""
@@ -158,7 +164,7 @@ class Copies:
     @property
     def replicas(self) -> list[int]:
         """The replicas of this process."""
-        return sorted({replica for _, _, replica in self.kept})
+        return sorted({replica for _, kind, replica in self.kept if kind == "before"})
 
     def rates(self, step: int) -> dict[str, float]:
         """Returns the learning rates of a step by the number of the optimizer."""

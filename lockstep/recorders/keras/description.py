@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
-from lockstep.recorders.keras.private import layers_in, layers_of, set_strategy
+from lockstep.data.trace import SEED, STATISTIC, WEIGHT
+from lockstep.recorders.keras.private import layers_in, layers_of
 from lockstep.recorders.keras.values import is_seed
 
 LAYER_SETTINGS = {  # Attribute → key.
@@ -24,10 +24,17 @@ class Models(keras.Model):
     def __init__(self, models: Sequence[keras.Model]):
         super().__init__(name="_and_".join(model.name for model in models))
         self.models = list(models)
-        set_strategy(self, models[0].distribute_strategy)
         paths = [variable.path for variable in self.variables]
         if repeated := [path for path in paths if paths.count(path) > 1]:
             raise ValueError(f"several models have {repeated[0]}; give their layers other names")
+
+
+def as_one(model: keras.Model | Sequence[keras.Model]) -> keras.Model:
+    """Returns a model, or one that has the variables of several and their strategy."""
+    if isinstance(model, keras.Model):
+        return model
+    with model[0].distribute_strategy.scope():
+        return Models(model)
 
 
 def _numbers_of(layer: keras.Layer) -> dict[str, Any]:
@@ -68,36 +75,22 @@ def layouts_of(model: keras.Model) -> tuple[dict[str, str], str]:
     return layouts, data_layout
 
 
-def described_variables(
-    model: keras.Model, of_optimizers: Sequence[keras.Variable], updated: Collection[str],
-    owners: Mapping[str, Collection[str]],
-) -> list[dict[str, str]]:  # fmt: skip
-    """Describes the variables of a model, then those of its optimizers.
-
-    Args:
-        model: the model.
-        of_optimizers: the variables of the optimizers.
-        updated: the weights that an optimizer updates.
-        owners: for each of several optimizers, its name and the weights that it updates.
-    """
+def described_variables(model: keras.Model, updated: Collection[str]) -> list[dict[str, str]]:
+    """Describes the variables of a model, of which an optimizer has the weights `updated`."""
     layouts, _ = layouts_of(model)
-    weights = {*updated} | {weight.path for weight in model.trainable_variables}
-    variables = []
-    for variable in model.variables:
-        kind = WEIGHT if variable.path in weights else STATISTIC
-        kind = SEED if is_seed(variable) else kind
-        layout = layouts.get(variable.path, "")
-        variables.append({"name": variable.path, "kind": kind, "layout": layout})
-    starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
-    for variable in of_optimizers:
-        start = max(filter(variable.name.startswith, starts), key=len, default="")
-        of, slot = starts.get(start, ""), variable.name.removeprefix(start)
-        owner = variable.path.split("/")[0]
-        if of and of not in owners.get(owner, [of]):
-            of, slot = "", variable.path  # Another optimizer updates the weight.
-        about = {"name": variable.path, "kind": STATE, "of": of, "slot": slot}
-        variables.append({**about, "layout": layouts.get(of, "")})
-    return variables
+    weights = {*updated, *(weight.path for weight in model.trainable_variables)}
+    return [
+        {
+            "name": variable.path,
+            "kind": SEED
+            if is_seed(variable)
+            else WEIGHT
+            if variable.path in weights
+            else STATISTIC,
+            "layout": layouts.get(variable.path, ""),
+        }
+        for variable in model.variables
+    ]
 
 
 def is_frozen(layer: keras.Layer) -> bool:

@@ -1,11 +1,12 @@
 """The optimizers that the steps of a training apply."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from lockstep.data.trace import STATE
 from lockstep.recorders.keras.description import described_layers, described_variables, layouts_of
 from lockstep.recorders.keras.private import weight_decay_of, weights_of
 from lockstep.recorders.keras.values import tensor_of
@@ -52,6 +53,11 @@ class Optimizers:
         """The optimizers that update weights: those in a wrapper, not the wrapper."""
         return [part for each in self.applied for part in parts_of(each)]
 
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables of the optimizers that a step applies."""
+        return [variable for each in self.applied for variable in each.variables]
+
     def known_before_a_step(self) -> list[keras.optimizers.Optimizer]:
         """Builds optimizers that a step is known to apply; returns those that are new."""
         is_compiled = len(self.given) == 1 and self.given[0] is self._compiled
@@ -95,18 +101,30 @@ class Optimizers:
 
     def description(self) -> dict[str, Any]:
         """Describes the variables of the model and of the optimizers, and the layers."""
-        parts = self.parts
-        owners = {part.name: [w.path for w in self._updated_by(part)] for part in parts}
+        updated = [weight.path for part in self.parts for weight in weights_of(part)]
+        of_model = described_variables(self._model, updated)
+        layouts = {each["name"]: each["layout"] for each in of_model}
         return {
             "layers": described_layers(self._model),
-            "variables": described_variables(
-                self._model,
-                [variable for each in self.applied for variable in each.variables],
-                {weight.path for part in parts for weight in weights_of(part)},
-                owners if len(parts) > 1 else {},
-            ),
+            "variables": [*of_model, *self._described_state(layouts)],
             "data_layout": layouts_of(self._model)[1],
         }
+
+    def _described_state(self, layouts: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        """Yields the description of each variable of the optimizers, given the weights' layouts.
+
+        `Optimizer.add_variable_from_reference` writes the path of the weight into the name of its
+        state. That of a weight which another optimizer updates belongs to none.
+        """
+        parts = [(part, {id(v) for v in part.variables}) for part in self.parts]
+        for variable in self.variables:
+            owners = (part for part, own in parts if id(variable) in own)
+            weights = [w.path for part in owners for w in self._updated_by(part)]
+            starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
+            start = max(filter(variable.name.startswith, starts), key=len, default="")
+            of, slot = starts.get(start, ""), variable.name.removeprefix(start)
+            layout = layouts.get(of, "")
+            yield {"name": variable.path, "kind": STATE, "of": of, "slot": slot, "layout": layout}
 
     def about(self) -> dict[str, Any]:
         """Returns class and settings of the first optimizer."""

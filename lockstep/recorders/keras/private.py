@@ -53,12 +53,6 @@ def regularisation(model: keras.Model) -> tf.Tensor:
     return tf.add_n(losses) if losses else tf.zeros(())
 
 
-def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Sets the strategy of a model, which is that of its creation."""
-    private(model, "_distribute_strategy")
-    model._distribute_strategy = strategy
-
-
 def is_in_xla() -> bool:
     """Returns whether XLA compiles the function that is traced."""
     graph = tf.compat.v1.get_default_graph()

@@ -19,92 +19,51 @@ from lockstep.recorders.common import (
     require,
     with_command,
 )
-from lockstep.recorders.keras.description import Models, computed_in
+from lockstep.recorders.keras.description import as_one, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
 from lockstep.recorders.keras.steps import StepObserver
 from lockstep.recorders.keras.values import replicas_here
 from lockstep.recorders.notes import IDS, Notes
-from lockstep.recorders.output import Output, write
+from lockstep.recorders.output import Output
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
 _GRADIENTS = ("raw", "clipped", "sums")
 
 
 class Recorder:
-    """Records steps of `model.fit`, or of a custom loop, in a `with` block.
-
-    Args:
-        model: a compiled model, or with `optimizer` any model; under a strategy or not. A loop that
-            trains several models passes a list of them.
-        optimizer: optimizer of a custom loop, or a list of several.
-        steps: number of first steps to record, or numbers of steps, from 0.
-        replay: a recording whose weights and statistics are assigned before each step; from a
-            recording of Keras also optimizer state (without learning rate), and with as many
-            replicas seeds.
-        permute: seed for a permutation of each replica's examples in these steps.
-        names: name of a variable → its name in `replay`; others are matched by name, else in order,
-            by kind and shape.
-        sample: the number of elements that are kept of each variable and gradient, with random sums
-            of all elements; smaller arrays are whole. 0 for whole arrays. None: as in `replay`,
-            else 4,096 above 64 MiB of weights; then the first step alone is recorded by default.
-        start: whether a sampled recording has the whole state before its first step, too, which
-            `replay` needs.
-        first_step: number of the first step of this process, which may resume a training.
-        shards: "each" calls the model, on one device, once for each replica's part of the batch in
-            `replay`, with its seeds and its number: layers such as BatchNorm and Dropout then
-            compute what each replica does.
+    """Records steps in a `with` block; the end of the block finishes the file.
 
     Attributes:
-        about: the description of the recording, complete after the block.
-        arrays: `POSITION/KIND/REPLICA/INDEX` → array, after the block; empty if a file has them.
-        path: that file, as `record` got it; "" without one.
-        output_error: the error that ended that file; None without one.
+        path: the file, as `record` got it.
 
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
     """
 
     def __init__(
-        self, model: keras.Model | Sequence[keras.Model],
-        optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None,
-        *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
-        permute: int | None = None, names: Mapping[str, str] | None = None,
-        sample: int | None = 0, start: bool = False, first_step: int = 0,
-        shards: str | None = None,
-    ):  # fmt: skip
-        self._model = model if isinstance(model, keras.Model) else Models(model)
+        self, path: str, model: Any, optimizer: Any, request: Request, *, by_parts: bool
+    ) -> None:
+        self._model = as_one(model)
         self._optimizers = Optimizers(self._model, optimizer)
         if self._model.compiled and self._model.jit_compile is True:
             raise ValueError(
                 f"model {self._model.name} is compiled with jit_compile=True, and XLA does not run"
                 " the hooks; compile it with jit_compile=False to record it"
             )
-        self._request = Request(
-            steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
-            first_step=first_step,
-        )  # fmt: skip
-        is_known = shards is None or (shards == "each" and replay)
-        require(is_known, f"shards={shards!r}: must be 'each', with replay=")
+        self.path, self._request, self._notes = path, request, Notes()
+        name, strategy = path, self._model.distribute_strategy
+        replicas = replicas_here(strategy)
+        if len(replicas) < strategy.num_replicas_in_sync:
+            name = rank_path(name, replicas[0] // len(replicas))
         self._observer = StepObserver(
-            self._model, self._optimizers, self._request, by_parts=bool(shards)
+            self._model, self._optimizers, request, Output(name), by_parts=by_parts
         )
-        self._notes = Notes()
-        self.about: dict[str, Any] = {}
-        self.arrays: dict[str, Any] = {}
-        self.path = ""
-        self.output_error: OSError | None = None
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
         return partial(self._observer.step, step)
 
     def __enter__(self) -> "Recorder":
-        if self.path:
-            name, strategy = self.path, self._model.distribute_strategy
-            replicas = replicas_here(strategy)
-            if len(replicas) < strategy.num_replicas_in_sync:
-                name = rank_path(name, replicas[0] // len(replicas))
-            self._observer.copies.output = Output(name)
         self._observer.install()
         self._notes.__enter__()
         return self
@@ -114,32 +73,26 @@ class Recorder:
         self._notes.__exit__()
         observer, replay = self._observer, self._observer.replay
         copies, output = observer.copies, observer.copies.output
-        self.about = self._description(error)
+        about = self._description(error)
         for position, kind_of, replica, place, array in copies.arrays():
             is_shared = kind_of == "objective" and observer.has_parts
-            if not (is_shared or (kind_of in _GRADIENTS and self._is_repeated(place))):
-                name = f"{position}/{kind_of}/{replica}/{place}"
-                if output:
-                    output.put(name, array)
-                else:
-                    self.arrays[name] = array
+            index = int(place.split("/")[0])
+            # Of several gradients of a weight in a step, the last one was copied.
+            is_last = kind_of in _GRADIENTS and about["gradients"][index] in observer.repeated
+            if not (is_shared or is_last):
+                output.put(f"{position}/{kind_of}/{replica}/{place}", array)
         noted = self._notes.take()  # Those of a step, for all replicas here.
         for position, step in enumerate(copies.steps, start=1):
             if step < len(noted):
-                name = f"{position}/{IDS}/{min(copies.replicas, default=0)}/0"
-                if output:
-                    output.put(name, noted[step])
-                else:
-                    self.arrays[name] = noted[step]
-        if output:
-            output.close(self.about)
-            self.output_error = output.error
+                output.put(f"{position}/{IDS}/{min(copies.replicas)}/0", noted[step])
+        output.close(about)
         if text := copies.error or (replay.error if replay else ""):
             raise ValueError(text) from None  # Without the notes of a traced function.
-
-    def _is_repeated(self, place: str) -> bool:
-        """Returns whether a step applies several gradients to the weight of a gradient."""
-        return self.about["gradients"][int(place.split("/")[0])] in self._observer.repeated
+        if error is None and not copies.steps:
+            raise ValueError(
+                f"{self.path}: no step was recorded; train within the block, and call tf.function"
+                " there"
+            )
 
     def _description(self, error: BaseException | None) -> dict[str, Any]:
         observer, optimizers = self._observer, self._optimizers
@@ -167,13 +120,6 @@ class Recorder:
             "draws_apart": bool(observer.shards and observer.shards.draws_apart),
         }
 
-    def save(self, path: Path) -> None:
-        """Writes a file; process 0 of several processes `….rank0.npz`."""
-        name, replicas = os.fspath(path), self.about["replicas"]
-        if 0 < len(replicas) < self.about["num_replicas"]:
-            name = rank_path(name, replicas[0] // len(replicas))
-        write(name, self.about, self.arrays)
-
 
 class NotRecording:
     """Stands for the recorder of a training that is not recorded."""
@@ -191,13 +137,36 @@ def record(
     permute: int | None = None, names: Mapping[str, str] | None = None,
     sample: int | None = None, start: bool = False, first_step: int = 0, shards: str | None = None,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
-    """Records steps in a `with` block; its end finishes the file, also if an error ends it.
+    """Records steps of `model.fit`, or of a custom loop, in a `with` block.
 
     The file is written as arrays come; an older one is replaced when the block begins. Process 0 of
-    several processes writes `….rank0.npz`.
+    several processes writes `….rank0.npz`. `lockstep.assert_same_training` gives path, steps,
+    replay and permute in place of those of the script.
 
-    See `Recorder` for the arguments; `lockstep.assert_same_training` gives path, steps, replay and
-    permute in place of those of the script. With path None, only its runs are recorded.
+    Args:
+        path: the file; None to record only what `lockstep run` asks for.
+        model: a compiled model, or with `optimizer` any model; under a strategy or not. A loop that
+            trains several models passes a list of them.
+        optimizer: optimizer of a custom loop, or a list of several.
+        steps: number of first steps to record, or numbers of steps, from 0.
+        replay: a recording whose weights and statistics are assigned before each step; from a
+            recording of Keras also optimizer state (without learning rate), and with as many
+            replicas seeds.
+        permute: seed for a permutation of each replica's examples in these steps.
+        names: name of a variable → its name in `replay`; others are matched by name, else in order,
+            by kind and shape.
+        sample: the number of elements that are kept of each variable and gradient, with random sums
+            of all elements; smaller arrays are whole. 0 for whole arrays. None: as in `replay`,
+            else 4,096 above 64 MiB of weights; then the first step alone is recorded by default.
+        start: whether a sampled recording has the whole state before its first step, too, which
+            `replay` needs.
+        first_step: number of the first step of this process, which may resume a training.
+        shards: "each" calls the model, on one device, once for each replica's part of the batch in
+            `replay`, with its seeds and its number: layers such as BatchNorm and Dropout then
+            compute what each replica does.
+
+    Raises:
+        ValueError: no hook can run in this training, or `replay` lacks steps or variables.
     """
     file, given = with_command(
         path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
@@ -206,11 +175,8 @@ def record(
     if file is None:
         yield NotRecording()
         return
-    recorder = Recorder(model, optimizer, **given)
-    recorder.path = file
-    with recorder:
+    shards = given.pop("shards")
+    is_known = shards is None or (shards == "each" and given["replay"])
+    require(is_known, f"shards={shards!r}: must be 'each', with replay=")
+    with Recorder(file, model, optimizer, Request(**given), by_parts=bool(shards)) as recorder:
         yield recorder
-    if not recorder.about["steps"]:
-        raise ValueError(
-            f"{file}: no step was recorded; train within the block, and call tf.function there"
-        )

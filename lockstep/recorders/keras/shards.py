@@ -54,6 +54,7 @@ class ShardRunner:
         self._model, self._states, self._copies = model, states, copies
         self._num, self._apart = states.trace.about.num_replicas, dict[int, bool]()
         self._found: tuple[Any, Any] = (None, None)  # Of a step: its number, the replicas of rows.
+        self._number, self._left = -1, dict[int, list[np.ndarray]]()  # Of a step: replica → state.
         synchronized = [x.name for x in layers_of(model) if getattr(x, "synchronized", False)]
         require(
             not synchronized,
@@ -61,7 +62,11 @@ class ShardRunner:
         )
         is_one = model.distribute_strategy.num_replicas_in_sync == 1
         is_called = type(model).call is not keras.Model.call
-        require(is_one and is_called, "shards='each': needs one model, called on one device")
+        require(
+            is_one and is_called,
+            "shards='each': needs one model, called as a whole on one device; record without"
+            " shards=",
+        )
 
     @property
     def draws_apart(self) -> bool:
@@ -80,29 +85,31 @@ class ShardRunner:
         number = self._copies.number[replica_id()]
         found = tf.numpy_function(self._places, [number, rows[0]], [tf.int64] * (self._num + 1))
         *places, numbers = [tf.ensure_shape(each, [None]) for each in found]
-        state, outputs = self._model.non_trainable_variables, dict[int, Any]()
+        state, outputs = [*self._state.values()], dict[int, Any]()
         num_losses = len(self._model.losses)
-        saved = [tf.identity(variable.value) for variable in state]
-        apart = tf.constant(False)
-        has_parts = tf.constant(False)
+        apart = has_parts = tf.constant(False)
         for replica in reversed(range(self._num)):
             given = tree.map_structure(
                 lambda x, own=places[replica]: _rows_of(x, own, rows[0]), (args, options)
             )
+            saved = [tf.identity(variable.value) for variable in state]
             own: list[Any] = []
             for as_replica in (0, replica) if replica else (0,):
-                self._assign_seeds(number, replica)
+                _assign(state, self._state_of(number, replica, saved))
                 with self._numbered(as_replica):
                     own.append(inner(*given[0], **given[1]))
-                if replica:
-                    for variable, value in zip(state, saved, strict=True):
-                        variable.assign(value)
             outputs[replica] = own[-1]
+            self._keep_state(number, replica)
             if replica:
+                _assign(state, saved)
                 has_parts = tf.logical_or(has_parts, tf.size(places[replica]) > 0)
                 apart = tf.logical_or(apart, _differ(*own))
         if len(self._model.losses) > num_losses:
-            self._copies.fail("shards='each': layers add losses of what they compute")
+            self._copies.fail(
+                "shards='each': layers add losses of what they compute, and it is not known how"
+                " those of parts make the batch's; compute them in the step, or record without"
+                " shards="
+            )
         self._note(number, apart, has_parts)
         if self._found[0] is number:  # A step with several calls; one may have other examples.
             numbers = tf.where(tf.reduce_all(self._found[1] >= 0), numbers, -tf.ones_like(numbers))
@@ -141,28 +148,51 @@ class ShardRunner:
             numbers[places] = replica
         return [*found, numbers]
 
-    def _assign_seeds(self, number: tf.Tensor, replica: int) -> None:
-        """Assigns the seeds that a replica has before a step, if the step is recorded."""
-        seeds = [v for v in self._model.non_trainable_variables if is_seed(v)]
+    @property
+    def _state(self) -> dict[int, keras.Variable]:
+        """What layers keep beside weights that are trained, by the index in the description."""
+        return {i: v for i, v in enumerate(self._model.variables) if not v.trainable}
+
+    def _state_of(self, number: tf.Tensor, replica: int, state: Sequence[Any]) -> Sequence[Any]:
+        """Returns what a replica has in place of the model's state that is not trained.
+
+        It is what its last call in this step has left, else the model's with its seeds.
+        """
+        seeds = [place for place, v in enumerate(self._state.values()) if is_seed(v)]
         keys = [key for key, v in self._states.trace.variables.items() if v.kind == SEED]
         if len(keys) != len(seeds):
             self._copies.fail(
                 f"shards='each': the model has {len(seeds)} generators of random numbers, and"
                 f" {self._states.name} {len(keys)}"
             )
-        if not seeds:
-            return
 
         def read(number: np.int64, *own: np.ndarray) -> list[np.ndarray]:
-            before = self._states.before(int(number), replica) if number >= 0 else {}
-            return [
-                np.asarray(before.get(key, x), x.dtype) for key, x in zip(keys, own, strict=True)
-            ]
+            if number < 0:
+                return [*own]
+            if number != self._number:
+                self._number, self._left = int(number), {}
+            if replica in self._left:
+                return self._left[replica] if replica else [*own]
+            found, before = [*own], self._states.before(int(number), replica)
+            for index, key in zip(seeds, keys, strict=True):
+                array = np.asarray(before.get(key, own[index]), own[index].dtype)
+                found[index] = array.reshape(own[index].shape)
+            return found
 
-        values = [tf.identity(v.value) for v in seeds]
-        found = tf.numpy_function(read, [number, *values], [x.dtype for x in values])
-        for variable, array in zip(seeds, found, strict=True):
-            variable.assign(tf.reshape(array, variable.shape))
+        return tf.numpy_function(read, [number, *state], [x.dtype for x in state]) if state else []
+
+    def _keep_state(self, number: tf.Tensor, replica: int) -> None:
+        """Keeps the state that the call of a replica leaves."""
+
+        def note(number: np.int64, *own: np.ndarray) -> np.int64:
+            if number >= 0:
+                self._left[replica] = [np.array(array) for array in own] if replica else []
+            return number
+
+        if state := self._state:
+            values = [tf.identity(variable.value) for variable in state.values()]
+            tf.numpy_function(note, [number, *values], tf.int64)
+            self._copies.keep("own_after", [*state.values()], [*state], replica)
 
     def _note(self, number: tf.Tensor, apart: tf.Tensor, has_parts: tf.Tensor) -> None:
         """Notes whether any call of a step, for more than one replica, draws apart."""
@@ -173,6 +203,11 @@ class ShardRunner:
             return number
 
         tf.numpy_function(note, [number, apart, has_parts], tf.int64)
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(tf.ensure_shape(value, variable.shape))
 
 
 def _rows_of(value: Any, places: tf.Tensor, batch: tf.Tensor) -> Any:

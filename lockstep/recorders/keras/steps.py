@@ -20,7 +20,8 @@ from lockstep.recorders.keras.private import (
 )
 from lockstep.recorders.keras.replay import Replay
 from lockstep.recorders.keras.shards import ShardRunner
-from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
+from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of
+from lockstep.recorders.output import Output
 
 _CALL = "call the model with a batch before the block"
 
@@ -32,6 +33,7 @@ class StepObserver:
         model: the model.
         optimizers: those that the steps apply.
         request: the steps to record, and the recording to start them from.
+        output: the file to which arrays are written as they come.
         by_parts: whether the model is called for each replica's part in that recording.
 
     Attributes:
@@ -45,18 +47,20 @@ class StepObserver:
     """
 
     def __init__(
-        self, model: keras.Model, optimizers: Optimizers, request: Request, *, by_parts: bool
-    ) -> None:
+        self, model: keras.Model, optimizers: Optimizers, request: Request, output: Output, *,
+        by_parts: bool,
+    ) -> None:  # fmt: skip
         self._model, self._optimizers, self._hooks = model, optimizers, Hooks()
         self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
-        self.copies = Copies(request, self.about)
+        self.copies = Copies(request, self.about, output)
         self.replay = Replay(request) if request.replay else None
         self.shards = None
         if by_parts and self.replay:
             self.shards = ShardRunner(model, self.replay.states, self.copies)
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
-        self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
+        # Of a replica in a step: how much of `_state`, and how many rates, are copied.
+        self._num_kept: dict[int, tuple[int, int]] = {}
         self._num_variables: dict[int, int] = {}  # Of a replica: those of the model at its start.
         self._applied: dict[int, dict[str, Any]] = {}  # Of a replica: weight → its gradient.
         self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
@@ -104,14 +108,13 @@ class StepObserver:
             self._add(optimizer)
         self._request.choose_sample(size_of_weights(self._model))
         replica = replica_id()
-        self._applied[replica], self._num_states[replica] = {}, 0
+        self._applied[replica], self._num_kept[replica] = {}, (0, 0)
         self._scaled.discard(replica)
         number = self.copies.begin(leaves(data))
         self._num_variables[replica] = len(self._model.variables)
         self._keep_state()
         if self._seed is not None:
             data = permuted(data, number, [self._seed, replica])
-        self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self.copies.keep("data", leaves(data))
         self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
         self._num_losses[replica] = 0
@@ -140,12 +143,11 @@ class StepObserver:
 
     def _keep_state(self) -> None:
         """Copies the state before a step, as far as it is known and not copied yet."""
-        replica, applied = replica_id(), self._optimizers.applied
-        states, kept = self._state, self._num_states[replica]
-        if kept == len(states):
+        replica, state = replica_id(), self._state
+        first, num_rates = self._num_kept[replica]
+        if first == len(state):
             return
-        first, state = sum(map(len, states[:kept])), [v for own in states for v in own]
-        places = range(first, len(state))
+        places, parts = range(first, len(state)), self._optimizers.parts
         self.about |= self._optimizers.description()
         if self.replay:
             self.copies.keep("replaced", state[first:], places)
@@ -154,16 +156,14 @@ class StepObserver:
         self.copies.keep("before", state[first:], places)
         if self._request.keeps_start:
             self.copies.keep("start", state[first:], places)
-        old = sum(len(parts_of(each)) for each in applied[: max(kept - 1, 0)])
-        new = self._optimizers.parts[old:]
-        rates = [part.learning_rate for part in new]
-        self.copies.keep("learning_rate", rates, range(old, old + len(new)))
-        self._num_states[replica] = len(states)
+        rates = [part.learning_rate for part in parts[num_rates:]]
+        self.copies.keep("learning_rate", rates, range(num_rates, len(parts)))
+        self._num_kept[replica] = len(state), len(parts)
 
     @property
-    def _state(self) -> list[list[Any]]:
-        """Variables of the model, and of each optimizer."""
-        return [self._model.variables, *(each.variables for each in self._optimizers.applied)]
+    def _state(self) -> list[Any]:
+        """Variables of the model, then those of the optimizers."""
+        return [*self._model.variables, *self._optimizers.variables]
 
     @tf.autograph.experimental.do_not_convert
     def _end_losses(self) -> None:
@@ -171,10 +171,10 @@ class StepObserver:
 
     @tf.autograph.experimental.do_not_convert
     def _end_step(self) -> None:
-        late = len(self._state[0]) - self._num_variables.pop(replica_id())
+        late = len(self._model.variables) - self._num_variables.pop(replica_id())
         if late:
             self.copies.fail(f"{self._model.name} creates {late} variables in a step; {_CALL}")
-        self.copies.keep("after", [variable for own in self._state for variable in own])
+        self.copies.keep("after", self._state)
         self.copies.end()
 
     # Losses.
@@ -184,9 +184,7 @@ class StepObserver:
         names = ("x", "y", "y_pred", "sample_weight", "training")
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         if call.get("training", True):
-            predictions = leaves(call["y_pred"])
-            self.about["predicted"] = to_json(call["y_pred"])
-            self.copies.keep("y_pred", predictions)
+            self.copies.keep("y_pred", leaves(call["y_pred"]))
             self.copies.keep("loss", [loss, regularisation(self._model)])
         return loss
 

@@ -179,15 +179,17 @@ class Recording:
         for index, value in enumerate(values, start):
             self.save(kind, index, value)
 
-    def save_variables(self, kind: str, pairs: Iterable[tuple[dict[str, str], Any]]) -> None:
-        """Saves the values of variables, given with their descriptions."""
+    def save_variables(
+        self, kind: str, pairs: Iterable[tuple[dict[str, str], Any]], item: int | None = None
+    ) -> None:
+        """Saves the values of variables, given with their descriptions, of this rank or an item."""
         described = self.variables.described
         numbers = {name: index for index, name in enumerate(described)}
         for variable, value in pairs:
             name = variable["name"]
             if name not in numbers:
                 described[name], numbers[name] = variable, len(numbers)
-            self.save(kind, numbers[name], value)
+            self.save(kind, numbers[name], value, item=item)
             if shape := self.shapes.get(f"{kind}/{numbers[name]}"):
                 described[name]["shape"] = shape
 
@@ -240,14 +242,19 @@ class Recording:
                 own = self.step.scale_of(name) if scale is None else scale
                 self.save(kind, index, p.grad, own)
 
-    def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
+    def save(
+        self, kind: str, index: int, value: Any, scale: float = 1.0, item: int | None = None
+    ) -> None:
         """Saves one array; None and what is no number are left out."""
         copy = not self._is_written_at_once(kind)
-        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=copy))
+        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=copy), item)
 
-    def put(self, kind: str, index: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def put(
+        self, kind: str, index: int, arrays: Mapping[str, np.ndarray], item: int | None = None
+    ) -> None:
         """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
-        key, is_written = f"{kind}/{self.placement.rank}/{index}", self._is_written_at_once(kind)
+        item = self.placement.rank if item is None else item
+        key, is_written = f"{kind}/{item}/{index}", self._is_written_at_once(kind)
         for end, array in arrays.items():
             self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
 

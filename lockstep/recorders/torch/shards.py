@@ -20,6 +20,7 @@ from lockstep.recorders.torch.values import (
     take,
     to_array,
 )
+from lockstep.recorders.torch.variables import real
 
 
 class ShardRunner:
@@ -33,6 +34,7 @@ class ShardRunner:
 
     Attributes:
         parts: The parts of the step that are left.
+        buffers: Replica → name of a statistic → its value after the replica's passes in the step.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ShardRunner:
     ) -> None:
         self.recording, self.replay, self.seed, self.modules = recording, replay, seed, modules
         self.parts: list[Part] = []
+        self.buffers: dict[int, dict[str, Tensor]] = {}
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
@@ -47,14 +50,20 @@ class ShardRunner:
 
     def begin(self) -> None:
         """Reads the parts of a step."""
-        parts = enumerate(self.replay.parts(self.recording.number))
+        self.buffers, parts = {}, enumerate(self.replay.parts(self.recording.number))
         self.parts = [part._replace(number=number) for number, part in parts if part.rows]
 
     def end(self, path: str) -> None:
-        """Warns if the step did not have all parts, and drops what was noted of them."""
-        if not self.parts:
-            return
+        """Saves the statistics of each replica, or warns if the step did not have all parts."""
         own = self.recording
+        if not self.parts:
+            described = own.variables.described
+            for replica, buffers in self.buffers.items():
+                pairs = [
+                    (described[x], real(value)) for x, value in buffers.items() if x in described
+                ]
+                own.save_variables("own_after", pairs, replica)
+            return
         text = f"step {own.number} has other examples than {self.replay.name}"
         warnings.warn(f"{path}: {text}; not computed for each shard", stacklevel=2)
         step = own.step
@@ -75,7 +84,8 @@ class ShardRunner:
             numbers[rows] = part.number
             before = part.random or states
             set_random_states(before)
-            with contextlib.nullcontext() if part.replica == 0 else _copied_buffers(own.module):
+            left = self.buffers.setdefault(part.replica, {})
+            with _buffers_of_replica(own.module, left, is_model=part.replica == 0):
                 given = take((args, options), rows, size)
                 if self.modules:
                     self.modules.rows = rows, size
@@ -111,17 +121,25 @@ class ShardRunner:
 
 
 @contextlib.contextmanager
-def _copied_buffers(module: nn.Module) -> Iterator[None]:
-    """Leaves the statistics of a model as they are: a forward pass changes copies of them."""
-    owners = [buffers_of(owner) for _, owner in module.named_modules()]
-    own = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
-    for owner, name, x in own:
-        owner[name] = x.clone()
+def _buffers_of_replica(
+    module: nn.Module, left: dict[str, Tensor], *, is_model: bool
+) -> Iterator[None]:
+    """Gives a forward pass the statistics that a replica's last pass has left, or the model's.
+
+    Only those of one replica stay in the model.
+    """
+    owners = [(f"{place}." if place else "", buffers_of(x)) for place, x in module.named_modules()]
+    places = [(start, own, name) for start, own in owners for name in own if own[name] is not None]
+    saved = [own[name] for _, own, name in places]
+    if not is_model:
+        for start, own, name in places:
+            own[name] = left.get(start + name, own[name].clone())
     try:
         yield
     finally:
-        for owner, name, x in own:
-            owner[name] = x
+        for (start, own, name), value in zip(places, saved, strict=True):
+            left[start + name] = own[name].clone()
+            own[name] = own[name] if is_model else value
 
 
 def _check_rows(output: Any, number: int) -> None:

@@ -125,7 +125,7 @@ class Variables:
         for name, p in self.weights.items():
             yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
         for name, buffer in self.module.named_buffers():
-            yield {"name": name, "kind": "statistic", "layout": ""}, _real(buffer)
+            yield {"name": name, "kind": "statistic", "layout": ""}, real(buffer)
 
     def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
@@ -144,7 +144,7 @@ class Variables:
         """Yields those of further modules and mappings."""
         for key in self.others:
             for name, value in self._of_other(key):
-                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, _real(value)
+                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, real(value)
 
     def _of_other(self, key: str) -> Iterator[tuple[str, Tensor]]:
         other = self.others[key]
@@ -190,7 +190,7 @@ def _given(optimizer: Any) -> list[Any]:
     return found
 
 
-def _real(value: Tensor) -> Tensor:
+def real(value: Tensor) -> Tensor:
     """Returns a view of a complex tensor, such as the rotations of RoPE, as pairs of numbers."""
     is_complex = value.is_complex() and not is_dtensor(value)
     return torch.view_as_real(value.resolve_conj()) if is_complex else value
