@@ -22,7 +22,7 @@ from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import version_of
-from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.recording import Recording, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, random_states, settings_of
@@ -81,7 +81,7 @@ class record:
     """
 
     def __init__(
-        self, path: str | None, model: nn.Module, optimizer: Any = None,
+        self, path: str | None, model: nn.Module | Sequence[nn.Module], optimizer: Any = None,
         steps: int | Sequence[int] = DEFAULT_STEPS, replay: str | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
         shards: str | None = None, modules: bool | str = False, mesh: Any = None,
@@ -97,8 +97,9 @@ class record:
             return
         pattern, shards = given.pop("modules"), given.pop("shards")
         self.path, self.request = file, (request := Request(**given))
-        request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
-        _require_known(model)
+        module = unwrapped(model)
+        request.choose_sample(sum(p.numel() * p.element_size() for p in module.parameters()))
+        _require_known(module)
         own = Recording(
             model,
             optimizer,
@@ -228,7 +229,7 @@ class record:
                 self.shards.end(self.path)
             own.keep()
         own.number += 1
-        own.is_updated = False
+        own.is_updated, own.at_turn = False, None
         own.variables.end_step()
         self._start_step()
 

@@ -43,7 +43,8 @@ class ShardRunner:
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
-        self.recording.hooks.hook(self.recording.called, "forward", self._forward)
+        for model in self.recording.called:
+            self.recording.hooks.hook(model, "forward", self._forward)
 
     def begin(self) -> None:
         """Reads the parts of a step."""

@@ -104,6 +104,15 @@ class Variables:
             found += [{**settings_of(group), **own}] if weights else []
         return found
 
+    def has_stepped(self, optimizer: Any) -> bool:
+        """Returns whether an optimizer has updated a weight in this step."""
+        return any(optimizer is each for each in self.stepped)
+
+    @property
+    def have_all_stepped(self) -> bool:
+        """Whether all optimizers have."""
+        return all(map(self.has_stepped, self.optimizers))
+
     def end_step(self) -> None:
         """Begins a new list of the optimizers that have updated a weight."""
         self._stepped_before, self.stepped = self.stepped or self._stepped_before, []
