@@ -2,8 +2,9 @@
 
 import collections
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from lockstep.recorders.torch.values import (
     set_random_states,
     take,
     to_array,
+)
+
+
+OF_MEAN = 1e-4  # The relative difference of a mean that rounding can cause.
+NO_ROWS = (
+    "shards='each': the model has an output {}; compute the loss outside of the model, or record"
+    " without shards="
 )
 
 
@@ -77,18 +85,43 @@ class ShardRunner:
             before = part.random or states
             set_random_states(before)
             with contextlib.nullcontext() if part.replica == 0 else _copied_buffers(own.module):
-                given = take((args, options), rows, size)
                 if self.modules:
                     self.modules.rows = rows, size
-                outputs.append(forward(*given[0], **given[1]))
+                outputs.append(_called(forward, args, options, size, rows))
             is_drawn |= not all(map(torch.equal, before, random_states()))
             _check_rows(outputs[-1], len(rows))
         if self.modules:
             self.modules.rows = None
-        if not is_drawn:
-            set_random_states(states)
+        states = random_states() if is_drawn else states
+        places = [rows for _, rows in found]
+        if len(found) > 1 and any(isinstance(x, Tensor) and not x.dim() for x in tree_leaves(outputs)):
+            self._check_means(functools.partial(_called, forward, args, options, size), places)
+        set_random_states(states)
         own.add("shards", [numbers])
-        return _joined(outputs, torch.argsort(torch.cat([rows for _, rows in found])))
+        return _joined(outputs, places)
+
+    @torch.no_grad()
+    def _check_means(self, call: Callable[[Tensor], Any], places: Sequence[Tensor]) -> None:
+        """Raises an error unless numbers of the model are means over examples, if it is not random.
+
+        Args:
+            call: Returns what the model computes for some examples.
+            places: Those of each part.
+        """
+        own = self.recording
+        training = [module for module in own.module.modules() if module.training]
+        own.is_on = False
+        try:
+            for module in training:
+                module.training = False
+            joined, whole = _joined([*map(call, places)], places), call(torch.cat(places).sort()[0])
+        finally:
+            own.is_on = True
+            for module in training:
+                module.training = True
+        for a, b in zip(*map(tree_leaves, (joined, whole)), strict=True):
+            is_mean = not isinstance(a, Tensor) or a.dim() or torch.allclose(a, b, OF_MEAN, 0)
+            require(is_mean, NO_ROWS.format("which is no mean over examples"))
 
     def _find_parts(self, batch: Tensor) -> list[tuple[Part, Tensor]]:
         """Returns the parts that are this batch, and the places of their examples in it.
@@ -128,17 +161,31 @@ def _copied_buffers(module: nn.Module) -> Iterator[None]:
 def _check_rows(output: Any, number: int) -> None:
     """Raises an error if outputs of parts of a batch cannot be put together."""
     for x in tree_leaves(output):
-        has_rows = isinstance(x, Tensor) and x.dim() and len(x) == number
+        has_rows = isinstance(x, Tensor) and (not x.dim() or len(x) == number)
         what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-        require(
-            has_rows or isinstance(x, bool | int | float | str | None),
-            f"shards='each': the model has an output of {what}, without a row for each example;"
-            " compute the loss outside of the model, or record without shards=",
-        )
+        is_known = has_rows or isinstance(x, bool | int | float | str | None)
+        require(is_known, NO_ROWS.format(f"of {what}, without a row for each example"))
 
 
-def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Returns the outputs of all parts of a batch as one, in another order of examples."""
+def _called(forward: Any, args: Any, options: Any, size: int, rows: Tensor) -> Any:
+    """Returns what a model computes for some examples of a batch."""
+    args, options = take((args, options), rows, size)
+    return forward(*args, **options)
+
+
+def _joined(outputs: Sequence[Any], places: Sequence[Tensor]) -> Any:
+    """Returns the outputs of all parts of a batch as one, by the places of their examples.
+
+    A number without rows, as a loss, is the mean over all examples.
+    """
     tensors = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in outputs)
-    columns = zip(*tensors, strict=True)
-    return tree_map_only(Tensor, lambda _: torch.cat(next(columns))[order], outputs[0])
+    columns, order = zip(*tensors, strict=True), torch.argsort(torch.cat([*places]))
+
+    def join(first: Tensor) -> Tensor:
+        column = next(columns)
+        if first.dim():
+            return torch.cat(column)[order]
+        sums = (x * len(rows) for x, rows in zip(column, places, strict=True))
+        return torch.stack([*sums]).sum() / len(order)
+
+    return tree_map_only(Tensor, join, outputs[0])
