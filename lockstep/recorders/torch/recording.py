@@ -136,7 +136,8 @@ class Recording:
         is_on: Whether the current step is recorded.
         is_ignored: Whether forward passes are not those of the training.
         is_updated: Whether an optimizer has updated a weight in this step.
-        takes_turns: Whether each update is a step, and not one of each optimizer.
+        together: Optimizers that each update once in a step.
+        takes_turns: Whether each update is a step, as one of them updated twice before others did.
         at_turn: What was seen before the first forward pass after the last update.
         is_in_backward: Whether a backward pass is computed.
         called_others: Names of further modules that were called since the last update.
@@ -160,8 +161,9 @@ class Recording:
         self.called = [each.module if each in self.ddps else each for each in called]
         self.module = unwrapped(model)
         self.variables = Variables(self.module, optimizer, others)
-        is_several = isinstance(optimizer, Sequence) or len(called) > 1
-        self.takes_turns = not is_several
+        found = self.variables.optimizers if len(called) > 1 else []
+        self.together = [*(self.variables.given or found)]
+        self.takes_turns = len(self.together) < 2
         self.at_turn: Step | None = None
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
@@ -185,7 +187,8 @@ class Recording:
 
         Several optimizers that are given, or those of several models, each update once in a step.
         """
-        if not self.is_updated or self.takes_turns or self.variables.have_all_stepped:
+        has_all = self.takes_turns or all(map(self.variables.has_stepped, self.together))
+        if has_all or not self.is_updated:
             return self.is_updated
         self.at_turn = self.at_turn or self.step.copied()
         return False
