@@ -212,10 +212,12 @@ class GradientObserver:
         own, step = self.recording, self.recording.step
         if not any(call.startswith("backward") for call in step.calls):
             return
-        if not all(is_zero(p.grad) for n, p in own.weights.items() if n not in step.updated):
+        left = {i: p for i, (n, p) in enumerate(own.weights.items()) if n not in step.updated}
+        if not all(is_zero(p.grad) for p in left.values()):
             return
-        kinds = "raw/", "sums/"
-        if any(key.startswith(kinds) and np.any(array) for key, array in step.arrays.items()):
+        starts = tuple(f"{x}/{own.placement.rank}/{i}" for x in ("raw", "sums") for i in left)
+        arrays = (x for key, x in step.arrays.items() if key.removesuffix("/elements") in starts)
+        if any(map(np.any, arrays)):
             step.calls.append("clear")
             step.num_cleared = len(step.losses)
 

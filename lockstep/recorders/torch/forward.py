@@ -164,11 +164,16 @@ class ForwardObserver:
             self.inverse = torch.argsort(order)
             args, options, batch = take((args, options, batch), order, len(order))
         own.add("random", random_states())
-        own.add("data", batch)
+        # What another model has computed in this step is no example: only its place is kept.
+        is_made = [len(own.called) > 1 and x.grad_fn is not None for x in batch]
+        pairs = zip(batch, is_made, strict=True)
+        own.add("data", [x.new_zeros(()) if made else x for x, made in pairs])
         self.num_rows = sizes[0] if sizes else 0
         own.note_modes()
         step.num_forward += 1
         if not is_inner:
+            if own.is_updated:
+                step.calls.append(f"update {len(step.settings)}")
             step.calls.append("forward")
             step.passes.append(self._way())
         return args, options

@@ -48,6 +48,7 @@ class ShardRunner:
     ) -> None:
         self.recording, self.replay, self.seed, self.modules = recording, replay, seed, modules
         self.parts: list[Part] = []
+        self.found: list[tuple[Part, Tensor]] = []  # Those of the last forward pass.
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
@@ -57,7 +58,8 @@ class ShardRunner:
     def begin(self) -> None:
         """Reads the parts of a step."""
         parts = enumerate(self.replay.parts(self.recording.number))
-        self.parts = [part._replace(number=number) for number, part in parts if part.rows]
+        self.parts = [part._replace(number=n) for n, part in parts if part.rows is None or part.rows]
+        self.found = []
 
     def end(self, path: str) -> None:
         """Warns if the step did not have all parts, and drops what was noted of them."""
@@ -74,7 +76,7 @@ class ShardRunner:
         own = self.recording
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         is_recorded = own.is_on and own.step.outside is not None and batch
-        found = self._find_parts(batch[0]) if is_recorded else []
+        found = self._find_parts(batch) if is_recorded else []
         if not found:
             return forward(*args, **options)
         size, states, outputs = len(batch[0]), random_states(), []
@@ -123,25 +125,40 @@ class ShardRunner:
             is_mean = not isinstance(a, Tensor) or a.dim() or torch.allclose(a, b, OF_MEAN, 0)
             require(is_mean, NO_ROWS.format("which is no mean over examples"))
 
-    def _find_parts(self, batch: Tensor) -> list[tuple[Part, Tensor]]:
+    def _find_parts(self, inputs: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
         """Returns the parts that are this batch, and the places of their examples in it.
 
-        It is empty if the batch does not have the examples of whole parts.
+        It is empty if the batch does not have the examples of whole parts. What another model has
+        computed has the parts of its examples.
         """
+        batch = inputs[0]
+        if len(self.recording.called) > 1 and batch.grad_fn is not None:
+            left = {}
+            for part in reversed(self.parts):
+                if part.rows is None:
+                    left[part.replica] = part
+            found = [(left[p.replica], rows) for p, rows in self.found if p.replica in left]
+            is_whole = sum(len(rows) for _, rows in found) == len(batch)
+            return self._taken(found if is_whole else [])
         places = collections.defaultdict(list)
-        for place, row in enumerate(rows_of(to_array(batch))):
+        for place, row in enumerate(rows_of(to_array(batch)) or ()):
             places[row].append(place)
         found = []
         for part in self.parts:
-            counts = collections.Counter(part.rows)
-            if all(len(places[row]) >= count for row, count in counts.items()):
-                rows = [places[row].pop(0) for row in part.rows]
+            counts = collections.Counter(part.rows or ())
+            if counts and all(len(places[row]) >= count for row, count in counts.items()):
+                rows = [places[row].pop(0) for row in part.rows or ()]
                 rows = rows if self.seed is None else sorted(rows)
                 found.append((part, torch.tensor(rows, device=batch.device)))
         if any(places.values()):
             return []
+        return self._taken(sorted(found, key=lambda pair: -pair[0].replica))
+
+    def _taken(self, found: list[tuple[Part, Tensor]]) -> list[tuple[Part, Tensor]]:
+        """Returns parts that are no longer left."""
         self.parts = [part for part in self.parts if all(part is not taken for taken, _ in found)]
-        return sorted(found, key=lambda pair: -pair[0].replica)
+        self.found = found or self.found
+        return found
 
 
 @contextlib.contextmanager
