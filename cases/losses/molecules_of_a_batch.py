@@ -76,7 +76,8 @@ def main():
                 starts = torch.zeros_like(starts)
             bonds = [own + start for (_, own, _), start in zip(molecules, starts, strict=True)]
             numbers = torch.arange(len(molecules)).repeat_interleave(sizes)
-            made = model(torch.cat([atoms for atoms, *_ in molecules]), torch.cat(bonds, 1), numbers)
+            atoms = torch.cat([own for own, *_ in molecules])
+            made = model(atoms, torch.cat(bonds, 1), numbers)
             errors = (made - torch.stack([energy for *_, energy in molecules])).square()
             loss = errors.sum() if BUG == "energies_are_summed" else errors.mean()
             if BUG == "loss_is_divided_by_ranks":

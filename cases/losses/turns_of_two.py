@@ -11,7 +11,7 @@ tags = ["ddp", "adam"]
 
 [right.by_names]
 title = "the models have names"
-patch = [["harness.training([critic, maker], optimizers)", "harness.training(nn.ModuleDict({'critic': critic, 'maker': maker}), optimizers)"]]
+patch = [["models = [critic, maker]", "models = nn.ModuleDict({'critic': critic, 'maker': maker})"]]
 
 [wrong.loss_of_maker_is_divided_by_ranks]
 title = "the generator's loss is divided by the number of ranks"
@@ -49,7 +49,8 @@ def main():
         dist.init_process_group("gloo")
         critic, maker = DistributedDataParallel(critic), DistributedDataParallel(maker)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (critic, maker)]
-    with harness.training([critic, maker], optimizers):
+    models = [critic, maker]
+    with harness.training(models, optimizers):
         for step in range(2):
             seeded = torch.Generator().manual_seed(step)
             noise = torch.randn(BATCH_SIZE, NOISE, generator=seeded)[RANK::WORLD]

@@ -49,11 +49,15 @@ def key_of(row: np.ndarray, padding: float | None) -> bytes:
 
 
 def rows_of(step: Step, padding: float | None) -> list[Rows]:
-    """Counts the rows of the inputs of each shard: its examples."""
-    return [
-        Rows(key_of(row, padding) for part in step.inputs(shard) for row in comparable(part))
-        for shard in step.shards
-    ]
+    """Counts the rows of the inputs of each shard: its examples, and nothing that it computes."""
+    found, outputs = [], step.arrays("y_pred") if step.has("y_pred") else [[]] * len(step.shards)
+    for shard, own in zip(step.shards, outputs, strict=True):
+        inputs = step.inputs(shard)
+        shapes = {part.shape[1:] for part in inputs}
+        made = {row.tobytes() for x in own if x.shape[1:] in shapes for row in comparable(x)}
+        rows = Rows(key_of(row, padding) for part in inputs for row in comparable(part))
+        found.append(Rows({key: number for key, number in rows.items() if key not in made}))
+    return found
 
 
 # --- Side by side ---------------------------------------------------------------------------------
@@ -291,7 +295,8 @@ class Batches:
         for number, (reference, training) in self._steps.items():
             right = sum(rows_of(reference, self.padding), Rows())
             own = rows_of(training, self.padding)
-            inputs = (x for step in (reference, training) for s in step.shards for x in step.inputs(s))
+            both = reference, training
+            inputs = (x for step in both for shard in step.shards for x in step.inputs(shard))
             if all(x.dtype.kind == "f" for x in inputs):
                 for key, nearest in _nearest(right, sum(own, Rows())).items():
                     for rows in own:

@@ -138,11 +138,15 @@ class Look:
     # Examples, outputs and loss.
 
     @functools.cached_property
+    def has_turns(self) -> bool:
+        """Whether forward passes come after an update, as a generator's after a critic's."""
+        step = self.pair.training
+        return any(call.startswith("update ") for s in step.shards for call in step.calls(s))
+
+    @functools.cached_property
     def _wrong_early(self) -> set[str]:
         """Weights that are wrong, in a step that has forward passes after an update."""
-        step = self.pair.training
-        has_early = any(call.startswith("update ") for s in step.shards for call in step.calls(s))
-        wrong = Claim(self.pair, self._tight).wrong if has_early else ()
+        wrong = Claim(self.pair, self._tight).wrong if self.has_turns else ()
         return {x.variable.second for x in wrong if x.variable.kind == WEIGHT}
 
     @functools.cached_property
@@ -300,9 +304,10 @@ class Look:
 
     @property
     def num_passes(self) -> int:
-        """The number of forward passes of a shard in this step."""
+        """The number of forward passes of a shard in this step that may be micro-batches."""
         step = self.pair.training
-        return max(step.trace.micro_batches(step.position, shard) for shard in step.shards)
+        numbers = (step.trace.micro_batches(step.position, shard) for shard in step.shards)
+        return 1 if self.has_turns else max(numbers)
 
     @property
     def skipped(self) -> str:

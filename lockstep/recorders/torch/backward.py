@@ -266,7 +266,7 @@ class GradientObserver:
         own = self.recording
         names = own.variables.names_of(optimizer)
         # A wrapper may update its groups one after another.
-        is_again = self.recording.variables.has_stepped(optimizer) and own.step.updated.issuperset(names)
+        is_again = own.variables.has_stepped(optimizer) and own.step.updated.issuperset(names)
         is_again |= id(optimizer) in self.settings
         if not own.is_on or not names or is_again:
             return
@@ -297,7 +297,7 @@ class GradientObserver:
             if not own.is_updated:
                 own.skip()  # The optimizer skipped the update itself.
             return
-        if not self.recording.variables.has_stepped(optimizer):
+        if not own.variables.has_stepped(optimizer):
             own.variables.stepped.append(optimizer)
         own.step.settings += settings
         is_first, own.is_updated, own.at_turn = not own.is_updated, True, None

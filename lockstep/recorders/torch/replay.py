@@ -19,7 +19,7 @@ _MOST_NAMED = 3  # Variables in a warning.
 
 
 class Part(NamedTuple):
-    """A forward pass of a replica in another recording: the bytes of its examples, if it has any."""
+    """A forward pass of a replica in another recording: the bytes of its examples, if any."""
 
     replica: int
     rows: list[bytes] | None

@@ -22,7 +22,6 @@ from lockstep.recorders.torch.values import (
     to_array,
 )
 
-
 OF_MEAN = 1e-4  # The relative difference of a mean that rounding can cause.
 NO_ROWS = (
     "shards='each': the model has an output {}; compute the loss outside of the model, or record"
@@ -58,7 +57,7 @@ class ShardRunner:
     def begin(self) -> None:
         """Reads the parts of a step."""
         parts = enumerate(self.replay.parts(self.recording.number))
-        self.parts = [part._replace(number=n) for n, part in parts if part.rows is None or part.rows]
+        self.parts = [part._replace(number=n) for n, part in parts if part.rows != []]
         self.found = []
 
     def end(self, path: str) -> None:
@@ -96,7 +95,8 @@ class ShardRunner:
             self.modules.rows = None
         states = random_states() if is_drawn else states
         places = [rows for _, rows in found]
-        if len(found) > 1 and any(isinstance(x, Tensor) and not x.dim() for x in tree_leaves(outputs)):
+        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        if len(found) > 1 and not all(x.dim() for x in tensors):
             self._check_means(functools.partial(_called, forward, args, options, size), places)
         set_random_states(states)
         own.add("shards", [numbers])
