@@ -11,6 +11,7 @@ tags = ["ddp", "adam"]
 
 [right.by_names]
 title = "the models have names"
+reference = "patched"
 patch = [["models = [critic, maker]", "models = nn.ModuleDict({'critic': critic, 'maker': maker})"]]
 
 [wrong.loss_of_maker_is_divided_by_ranks]
