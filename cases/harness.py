@@ -27,7 +27,7 @@ def training(
     """Watches the training in a `with` block.
 
     Args:
-        model: the module (PyTorch), model or list of models (Keras), or training step (JAX).
+        model: the module or model, or a list of several (PyTorch, Keras), or training step (JAX).
         optimizer: one or several (PyTorch, a custom loop of Keras); settings (JAX).
         **facts: what a program knows of itself: `others`, further modules by name,
             `mesh`, `dims`, `names` and `modules` (PyTorch); `arguments` and `outputs`, where a step

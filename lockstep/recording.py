@@ -26,9 +26,9 @@ def record(
     records nothing and changes nothing, and no recorder is imported.
 
     Args:
-        model: in PyTorch what the training calls, a module, also of DDP, FSDP or `fully_shard`; in
-            Keras the model, or a list of all that a custom loop trains; in JAX the training step,
-            from `jax.jit` or `jax.pmap`.
+        model: in PyTorch what the training calls, a module, also of DDP or `fully_shard`, or a list
+            of several; in Keras the model, or a list of all that a custom loop trains; in JAX the
+            training step, from `jax.jit` or `jax.pmap`.
         optimizer: in PyTorch one or several that end a step by their method `step`, or None for all
             that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the
             settings, as in {"class": "SGD", "learning_rate": 0.1}.
@@ -69,7 +69,7 @@ def _recorder_of(model: Any) -> str:
                 f"model: Keras has the backend {backend}; set KERAS_BACKEND=tensorflow to record it"
             )
         return "record_keras"
-    if torch and isinstance(model, torch.nn.Module):
+    if torch and all(isinstance(each, torch.nn.Module) for each in several):
         return "record_torch"
     if "jax" in sys.modules and callable(model) and not isinstance(model, type):
         return "record_jax"

@@ -21,6 +21,8 @@ KINDS = ("data", "y_pred", "y_grad", "y_other")
 DTYPES = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.int64}
 # Values with which rows may be padded: those with which most rows end, or begin.
 NUM_PADDINGS = 3
+# Examples that scripts compute differ by rounding alone.
+COMPUTED = 1e-5
 # Ranks that share a larger part of their examples than half are a fault, not chance.
 SAME_PART = 0.5
 
@@ -47,11 +49,15 @@ def key_of(row: np.ndarray, padding: float | None) -> bytes:
 
 
 def rows_of(step: Step, padding: float | None) -> list[Rows]:
-    """Counts the rows of the inputs of each shard: its examples."""
-    return [
-        Rows(key_of(row, padding) for part in step.inputs(shard) for row in comparable(part))
-        for shard in step.shards
-    ]
+    """Counts the rows of the inputs of each shard: its examples, and nothing that it computes."""
+    found, outputs = [], step.arrays("y_pred") if step.has("y_pred") else [[]] * len(step.shards)
+    for shard, own in zip(step.shards, outputs, strict=True):
+        inputs = step.inputs(shard)
+        shapes = {part.shape[1:] for part in inputs}
+        made = {row.tobytes() for x in own if x.shape[1:] in shapes for row in comparable(x)}
+        rows = Rows(key_of(row, padding) for part in inputs for row in comparable(part))
+        found.append(Rows({key: number for key, number in rows.items() if key not in made}))
+    return found
 
 
 # --- Side by side ---------------------------------------------------------------------------------
@@ -202,6 +208,27 @@ def factors_of(arrays: Arrays) -> np.ndarray:
     return np.divide(np.sum(a * b, axis=1), squares, out=np.full(len(a), np.nan), where=squares > 0)
 
 
+def _nearest(first: Rows, second: Rows) -> dict[bytes, bytes]:
+    """Returns rows of the second training → those of the first, of which rounding makes them.
+
+    A script may compute its examples, as with a generator. It is empty if some are other ones.
+    """
+    ordered = list[list[np.ndarray]]()
+    for left in (first - second, second - first):
+        rows = [np.frombuffer(key, np.float32).astype(float) for key in left.elements()]
+        if len({len(row) for row in rows}) != 1:
+            return {}
+        signs = np.random.default_rng(0).standard_normal(len(rows[0]))
+        ordered.append(sorted(rows, key=lambda row: float(row @ signs)))
+    if len(ordered[0]) != len(ordered[1]):
+        return {}
+    a, b = (np.array(rows) for rows in ordered)
+    if not np.all(rows_apart([(a, b)]) <= COMPUTED):
+        return {}
+    keys = ([row.astype(np.float32).tobytes() for row in x] for x in (b, a))
+    return dict(zip(*keys, strict=True))
+
+
 # --- Of all steps ---------------------------------------------------------------------------------
 
 
@@ -267,7 +294,15 @@ class Batches:
         found = {}
         for number, (reference, training) in self._steps.items():
             right = sum(rows_of(reference, self.padding), Rows())
-            found[number] = right, rows_of(training, self.padding)
+            own = rows_of(training, self.padding)
+            both = reference, training
+            inputs = (x for step in both for shard in step.shards for x in step.inputs(shard))
+            if all(x.dtype.kind == "f" for x in inputs):
+                for key, nearest in _nearest(right, sum(own, Rows())).items():
+                    for rows in own:
+                        rows[nearest] += rows.pop(key, 0)
+                own = [+rows for rows in own]
+            found[number] = right, own
         return found
 
     def differ(self, number: int) -> bool:

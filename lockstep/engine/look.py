@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.data.trace import STATE, WEIGHT
 from lockstep.engine import bounds, settings
 from lockstep.engine.averages import Averages
 from lockstep.engine.claim import Claim
@@ -137,10 +138,36 @@ class Look:
     # Examples, outputs and loss.
 
     @functools.cached_property
+    def has_turns(self) -> bool:
+        """Whether forward passes come after an update, as a generator's after a critic's."""
+        step = self.pair.training
+        return any(call.startswith("update ") for s in step.shards for call in step.calls(s))
+
+    @functools.cached_property
+    def _wrong_early(self) -> set[str]:
+        """Weights that are wrong, in a step that has forward passes after an update."""
+        wrong = Claim(self.pair, self._tight).wrong if self.has_turns else ()
+        return {x.variable.second for x in wrong if x.variable.kind == WEIGHT}
+
+    @functools.cached_property
+    def late(self) -> set[str]:
+        """Weights and statistics after others that an earlier update of the step leaves wrong."""
+        step = self.pair.training
+        for shard in step.shards if self._wrong_early else ():
+            for number in range(step.trace.micro_batches(step.position, shard)):
+                early = step.updated_before(shard, number)
+                if early & self._wrong_early:
+                    return {x.first for x in self.pair.variables if x.kind != STATE} - {
+                        x.first for x in self.pair.variables if x.second in early
+                    }
+        return set()
+
+    @functools.cached_property
     def matched(self) -> list[Matched]:
-        """The examples that both trainings have."""
-        is_known = self.pair.has("data")
-        return matched_examples(self.pair, self.batches.padding) if is_known else []
+        """The examples that both trainings have, of passes through weights that may be right."""
+        is_known, before = self.pair.has("data"), self.pair.training.updated_before
+        found = matched_examples(self.pair, self.batches.padding) if is_known else []
+        return [m for m in found if not self._wrong_early & before(m.shard, m.number)]
 
     @functools.cached_property
     def outputs_apart(self) -> list[np.ndarray]:
@@ -161,7 +188,7 @@ class Look:
     def loss_factors(self) -> list[tuple[Matched, np.ndarray, np.ndarray]]:
         """For each forward pass the factors of loss gradients, and how far these are off."""
         found = []
-        for matched in self.matched:
+        for matched in self.matched if not self.pair.late else ():  # Losses of a step add up.
             arrays = matched.arrays["y_grad"]
             if not arrays or all(np.all(dense(x) == 1) for both in arrays for x in both):
                 continue  # 1: a script differentiates outputs by inputs, as for a penalty.
@@ -277,9 +304,10 @@ class Look:
 
     @property
     def num_passes(self) -> int:
-        """The number of forward passes of a shard in this step."""
+        """The number of forward passes of a shard in this step that may be micro-batches."""
         step = self.pair.training
-        return max(step.trace.micro_batches(step.position, shard) for shard in step.shards)
+        numbers = (step.trace.micro_batches(step.position, shard) for shard in step.shards)
+        return 1 if self.has_turns else max(numbers)
 
     @property
     def skipped(self) -> str:

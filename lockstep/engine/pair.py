@@ -7,7 +7,7 @@ empty mapping or list, never an array of zeros.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,11 +112,16 @@ class Pair:
         reference: the step of the reference.
         training: the step of the training.
         matching: pairs of weights and statistics of both.
+        late: weights that are left out: they have passed through others that are wrong.
     """
 
-    def __init__(self, reference: Step, training: Step, matching: Matching) -> None:
+    def __init__(
+        self, reference: Step, training: Step, matching: Matching, late: Collection[str] = ()
+    ) -> None:
         self.reference, self.training, self.matching = reference, training, matching
-        self.variables = variables_of(reference.trace, training.trace, matching)
+        every = variables_of(reference.trace, training.trace, matching)
+        self.variables = [x for x in every if (x.weight or x.first) not in late]
+        self.late = late
 
     @property
     def number(self) -> int:
@@ -166,7 +171,7 @@ class Pair:
         listed = {*self.reference.trace.about.gradients}, {*self.training.trace.about.gradients}
         return [
             each.first for each in self.matching.pairs
-            if (each.first in first or each.first in second)
+            if (each.first in first or each.first in second) and each.first not in self.late
             and (each.first in first or each.first in listed[0])
             and (each.first in second or each.second in listed[1])
         ]  # fmt: skip

@@ -133,6 +133,17 @@ class Step:
         """Returns the calls that make the gradients of a shard, as "clip norm 1"."""
         return self.trace.calls(self.position, shard)
 
+    def updated_before(self, shard: int, number: int) -> set[str]:
+        """Returns the weights that a shard has updated in this step before a forward pass."""
+        found, passes = set[str](), 0
+        settings = self.trace.about_of(shard).settings
+        for call in self.calls(shard):
+            if call.startswith("update ") and passes <= number:
+                groups = settings[self.position][: int(call.split()[1])]
+                found.update(name for group in groups for name in group.get("weights", ()))
+            passes += call == "forward"
+        return found
+
     def applied(self, copy: int) -> Named:
         """Returns the gradients that the optimizer of a copy applies; empty if unknown."""
         for kind in ("clipped", "sums") if self.clips_sum else ("sums",):

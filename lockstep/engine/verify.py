@@ -220,7 +220,11 @@ class _Training:
         }  # fmt: skip
 
     def _look(self, pair: Pair) -> Look:
-        return Look(pair, self.bound, self.batches, self.averages)
+        look = Look(pair, self.bound, self.batches, self.averages)
+        if look.late:
+            early = Pair(pair.reference, pair.training, pair.matching, look.late)
+            look = Look(early, self.bound, self.batches, self.averages)
+        return look
 
     def _silent(self) -> tuple[int, ...]:
         """Returns the replicas that run without an update, beside others that make some."""

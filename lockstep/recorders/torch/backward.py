@@ -148,7 +148,7 @@ class GradientObserver:
         """Divides what was copied, as a pipeline divides gradients after the last backward."""
         original(stage, number)
         own, step = self.recording, self.recording.step
-        if all(stage.submod is not model for model in (own.ddp, own.called, own.module)):
+        if stage.submod not in (*own.ddps, *own.called, own.module):
             return
         for key, array in step.arrays.items():
             if key.split("/")[0] in OF_LOSS and array.dtype.kind == "f":
@@ -172,7 +172,7 @@ class GradientObserver:
     def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         own = self.recording
-        if own.is_updated and not own.step.was_called and not self.depth:
+        if not self.depth and not own.step.was_called and own.is_over():
             self.end()  # Of a training that calls parts of the model.
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
@@ -180,7 +180,7 @@ class GradientObserver:
             self._note_cleared()
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
-            self.forward.before_ddp()
+            self.forward.before_ddp(own.ddp)
         self.depth += 1
         own.is_in_backward = True
         try:
@@ -212,10 +212,12 @@ class GradientObserver:
         own, step = self.recording, self.recording.step
         if not any(call.startswith("backward") for call in step.calls):
             return
-        if not all(is_zero(p.grad) for n, p in own.weights.items() if n not in step.updated):
+        left = {i: p for i, (n, p) in enumerate(own.weights.items()) if n not in step.updated}
+        if not all(is_zero(p.grad) for p in left.values()):
             return
-        kinds = "raw/", "sums/"
-        if any(key.startswith(kinds) and np.any(array) for key, array in step.arrays.items()):
+        starts = tuple(f"{x}/{own.placement.rank}/{i}" for x in ("raw", "sums") for i in left)
+        arrays = (x for key, x in step.arrays.items() if key.removesuffix("/elements") in starts)
+        if any(map(np.any, arrays)):
             step.calls.append("clear")
             step.num_cleared = len(step.losses)
 
@@ -224,8 +226,13 @@ class GradientObserver:
     def _before_any_update(self, optimizer: Any, args: Any, options: Any) -> None:
         """Adds an optimizer that was not known; PyTorch calls its new hook in this step, too."""
         own = self.recording
-        if self._has_stepped(optimizer) and not own.step.is_differentiated:
-            self.end()  # No forward pass has ended it.
+        if own.variables.has_stepped(optimizer):
+            if not own.step.is_differentiated:
+                self.end()  # No forward pass has ended it.
+            elif own.at_turn:  # The others have not stepped: the step before ended unseen.
+                own.step, own.takes_turns = own.at_turn, True
+                self.end()
+                own.drop()
         if own.variables.add(optimizer) and self.is_installed:
             hook = optimizer.register_step_pre_hook(self._before_update)
             own.hooks.enter_context(hook)
@@ -259,7 +266,7 @@ class GradientObserver:
         own = self.recording
         names = own.variables.names_of(optimizer)
         # A wrapper may update its groups one after another.
-        is_again = self._has_stepped(optimizer) and own.step.updated.issuperset(names)
+        is_again = own.variables.has_stepped(optimizer) and own.step.updated.issuperset(names)
         is_again |= id(optimizer) in self.settings
         if not own.is_on or not names or is_again:
             return
@@ -290,22 +297,19 @@ class GradientObserver:
             if not own.is_updated:
                 own.skip()  # The optimizer skipped the update itself.
             return
-        if not self._has_stepped(optimizer):
+        if not own.variables.has_stepped(optimizer):
             own.variables.stepped.append(optimizer)
         own.step.settings += settings
-        is_first, own.is_updated = not own.is_updated, True
+        is_first, own.is_updated, own.at_turn = not own.is_updated, True, None
         own.called_others.clear()
         own.step.updated.update(names)
         if own.is_on:
             self._save_after(optimizer, names, is_first)
         self.on_update()
-        if not own.step.is_differentiated and all(map(self._has_stepped, own.variables.optimizers)):
+        if not own.step.is_differentiated and own.variables.have_all_stepped:
             self.end()  # The next step begins now, as no forward pass shows where.
             if own.is_on:
                 self.begin(is_forward=True)
-
-    def _has_stepped(self, optimizer: Any) -> bool:
-        return any(optimizer is each for each in self.recording.variables.stepped)
 
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""

@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.torch.modules import Modules
-from lockstep.recorders.torch.private import in_transform, tree_leaves
-from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.private import in_transform, tree_leaves, uncompiled
+from lockstep.recorders.torch.recording import Recording, called_in
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import (
@@ -27,15 +27,6 @@ from lockstep.recorders.torch.values import (
 )
 
 MOST_BYTES = 2**26  # The most bytes of outputs that are recorded in a step.
-
-
-def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules that a script can call in place of the whole."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleDict | nn.ModuleList):
-            yield from _parts_of(child)
-        else:
-            yield child
 
 
 class ForwardObserver:
@@ -63,14 +54,17 @@ class ForwardObserver:
         self.num_rows = 0
         self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
         self.calls_whole = False
+        self.outer: nn.Module | None = None  # The model whose forward pass is recorded now.
 
     def install_always(self, hooks: Hooks) -> None:
         """Installs what sees where a step begins."""
         own = self.recording
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
-        hooks.callback(own.called.register_forward_pre_hook(self._before, **options).remove)
-        for part in _parts_of(own.module):
-            hooks.callback(part.register_forward_pre_hook(self._before_part).remove)
+        for model in own.called:
+            hooks.callback(model.register_forward_pre_hook(self._before, **options).remove)
+            # A script can call these in place of the whole.
+            for part in (x for child in uncompiled(model).children() for x in called_in(child)):
+                hooks.callback(part.register_forward_pre_hook(self._before_part).remove)
         for name, other in own.variables.others.items():
             if isinstance(other, nn.Module):
                 note = functools.partial(self._note_other, name)
@@ -83,7 +77,7 @@ class ForwardObserver:
             return
         if in_transform() or not torch.is_grad_enabled():
             return
-        if own.is_updated:
+        if own.is_over():
             self.end()
         own.step.has_graph = True
         if own.is_on:
@@ -98,20 +92,21 @@ class ForwardObserver:
         """Installs the hooks of steps that are recorded."""
         own = self.recording
         add = own.hooks.enter_context
-        add(own.called.register_forward_hook(self._after))
+        for model in own.called:
+            add(model.register_forward_hook(self._after))
         for _, layer in own.module.named_modules():
             add(layer.register_forward_hook(self._note_dtype))
         if self.modules:
             self.modules.install()
-        if own.ddp:
-            add(own.ddp.register_forward_pre_hook(self.before_ddp))
-            add(own.ddp.register_forward_hook(self._after_ddp))
+        for ddp in own.ddps:
+            add(ddp.register_forward_pre_hook(self.before_ddp))
+            add(ddp.register_forward_hook(self._after_ddp))
         if self.shards:
             self.shards.install()
 
-    def before_ddp(self, *_: Any) -> None:
+    def before_ddp(self, ddp: Any, *_: Any) -> None:
         """Notes whether DDP reduces the gradients of the forward pass that begins."""
-        self.is_in_ddp, self.is_reduced = True, self.recording.ddp.require_backward_grad_sync
+        self.is_in_ddp, self.is_reduced = True, ddp.require_backward_grad_sync
 
     def _after_ddp(self, *_: Any) -> None:
         self.is_in_ddp = False
@@ -134,9 +129,11 @@ class ForwardObserver:
             text = "the model is checkpointed as a whole with use_reentrant=True, which hides its"
             warnings.warn(f"{text} forward pass; pass use_reentrant=False", stacklevel=2)
             return None
-        if own.is_updated:
+        if own.step.outside is not None and module is not self.outer:
+            return None  # One model calls another.
+        if own.is_over():
             self.end()
-        own.step.was_called = True
+        own.step.was_called, self.outer = True, module
         if not module.training:
             own.step.is_evaluated = True
             return None
@@ -167,11 +164,16 @@ class ForwardObserver:
             self.inverse = torch.argsort(order)
             args, options, batch = take((args, options, batch), order, len(order))
         own.add("random", random_states())
-        own.add("data", batch)
+        # What another model has computed in this step is no example: only its place is kept.
+        is_made = [len(own.called) > 1 and x.grad_fn is not None for x in batch]
+        pairs = zip(batch, is_made, strict=True)
+        own.add("data", [x.new_zeros(()) if made else x for x, made in pairs])
         self.num_rows = sizes[0] if sizes else 0
         own.note_modes()
         step.num_forward += 1
         if not is_inner:
+            if own.is_updated:
+                step.calls.append(f"update {len(step.settings)}")
             step.calls.append("forward")
             step.passes.append(self._way())
         return args, options
@@ -196,7 +198,8 @@ class ForwardObserver:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         own = self.recording
         is_training = torch.is_grad_enabled() and module.training
-        if not (own.is_on and is_training and own.step.outside is not None):
+        is_outer = own.step.outside is not None and module is self.outer
+        if not (own.is_on and is_training and is_outer):
             return None
         own.step.outside = None
         own.add("random_after", random_states())

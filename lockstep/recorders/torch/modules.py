@@ -56,7 +56,7 @@ class Modules:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
             add(module.register_forward_hook(after))
 
-    def _before(self, name: str, module: nn.Module, args: Any, options: Any) -> None:
+    def _before(self, name: str, module: nn.Module, args: Any, options: Any = ()) -> None:
         own = self.recording
         if own.step.outside is None or torch.compiler.is_compiling() or in_transform():
             return

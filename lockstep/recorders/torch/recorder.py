@@ -22,7 +22,7 @@ from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import version_of
-from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.recording import Recording, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, random_states, settings_of
@@ -34,12 +34,15 @@ class record:
     Args:
         path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
             None: only runs of `assert_same_training` are recorded.
-        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2), or
+            a list of several. In one without `forward`, the script calls the modules that it has.
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
             once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
         steps: Numbers of the steps to record, from 0; or the number of first steps to record. A
-            step ends at the next forward pass of the model, or with the recording.
+            step ends at the next forward pass of a model, or with the recording. Each optimizer of
+            a list updates once in a step; if one does so twice before others do, each update is a
+            step, and the one in which this is seen is not recorded.
         replay: Trace whose weights and statistics are loaded before each recorded step; with the
             same class of optimizer also its state, with as many replicas also the random state.
             What does not fit is not loaded, which a warning says.
@@ -49,7 +52,7 @@ class record:
         names: Names in `replay` by names here. Others are matched by name, else by shape and order.
         shards: "each" runs the model, in one process, once for each replica's part of the batch in
             `replay`, with its random state: layers such as BatchNorm and Dropout then compute what
-            each replica does. The loss must be computed outside of the model.
+            each replica does. A loss that the model returns must be a mean over examples.
         modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
             copies inputs and outputs of these modules, and the gradients of the loss by them. They
             only explain a difference that other arrays show. With True, none are recorded from the
@@ -81,7 +84,7 @@ class record:
     """
 
     def __init__(
-        self, path: str | None, model: nn.Module, optimizer: Any = None,
+        self, path: str | None, model: nn.Module | Sequence[nn.Module], optimizer: Any = None,
         steps: int | Sequence[int] = DEFAULT_STEPS, replay: str | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
         shards: str | None = None, modules: bool | str = False, mesh: Any = None,
@@ -97,8 +100,9 @@ class record:
             return
         pattern, shards = given.pop("modules"), given.pop("shards")
         self.path, self.request = file, (request := Request(**given))
-        request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
-        _require_known(model)
+        module = unwrapped(model)
+        request.choose_sample(sum(p.numel() * p.element_size() for p in module.parameters()))
+        _require_known(module)
         own = Recording(
             model,
             optimizer,
@@ -228,7 +232,7 @@ class record:
                 self.shards.end(self.path)
             own.keep()
         own.number += 1
-        own.is_updated = False
+        own.is_updated, own.at_turn = False, None
         own.variables.end_step()
         self._start_step()
 

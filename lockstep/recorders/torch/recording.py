@@ -1,6 +1,7 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,26 @@ PER_STEP = (
 _WRITTEN_AT_ONCE = (
     *("before", "start", "replaced", "set", "added", "unclipped", "clipped", "after", "left"),
 )
+
+
+def called_in(model: Any) -> Iterator[nn.Module]:
+    """Yields the models that a script calls: those of several, or in a module without `forward`."""
+    several = model if isinstance(model, list | tuple) else None
+    if several is None and getattr(model.forward, "__func__", None) is nn.Module.forward:
+        several = [*model.children()]
+    for each in several or ():
+        yield from called_in(each)
+    if not several:
+        yield model
+
+
+def unwrapped(model: Any) -> Any:
+    """Returns the module that has the weights, without DDP and compilation; one of several."""
+    model = nn.ModuleList(model) if isinstance(model, list | tuple) else model
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        return nn.ModuleDict({name: unwrapped(each) for name, each in model.named_children()})
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    return uncompiled(model.module if is_ddp else model)
 
 
 class Step:
@@ -89,6 +110,12 @@ class Step:
         """Returns the factor of the gradient of a weight."""
         return 1.0 if name in self.unscaled else self.scale
 
+    def copied(self) -> "Step":
+        """Returns what was seen so far."""
+        found = Step()
+        vars(found).update({name: copy.copy(value) for name, value in vars(self).items()})
+        return found
+
 
 class Recording:
     """The model, its variables, and the current step; earlier ones are in the file.
@@ -101,13 +128,17 @@ class Recording:
         sample: How large arrays are sampled; None to keep whole ones.
 
     Attributes:
-        ddp: The model in DDP; None without it.
-        called: The module that is called, which may be compiled.
+        ddps: The models in DDP.
+        ddp: The first one, if all are in DDP; else None.
+        called: The modules that are called, which may be compiled.
         module: The module that has the weights.
         number: The number of the current step.
         is_on: Whether the current step is recorded.
         is_ignored: Whether forward passes are not those of the training.
         is_updated: Whether an optimizer has updated a weight in this step.
+        together: Optimizers that each update once in a step.
+        takes_turns: Whether each update is a step, as one of them updated twice before others did.
+        at_turn: What was seen before the first forward pass after the last update.
         is_in_backward: Whether a backward pass is computed.
         called_others: Names of further modules that were called since the last update.
         dropped: Numbers of steps that cannot be recorded.
@@ -124,10 +155,16 @@ class Recording:
         self, model: nn.Module, optimizer: Any, others: Any, mesh: Any, dims: Any,
         wanted: Iterable[int], number: int, sample: Sample | None = None,
     ) -> None:  # fmt: skip
-        self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        self.called = model.module if self.ddp else model
-        self.module = uncompiled(self.called)
+        called = [*called_in(model)]
+        self.ddps = [x for x in called if isinstance(x, nn.parallel.DistributedDataParallel)]
+        self.ddp = self.ddps[0] if len(self.ddps) == len(called) else None
+        self.called = [each.module if each in self.ddps else each for each in called]
+        self.module = unwrapped(model)
         self.variables = Variables(self.module, optimizer, others)
+        found = self.variables.optimizers if len(called) > 1 else []
+        self.together = [*(self.variables.given or found)]
+        self.takes_turns = len(self.together) < 2
+        self.at_turn: Step | None = None
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
         self.placement = Placement(self.variables, self.ddp, mesh, dims)
@@ -144,6 +181,17 @@ class Recording:
     def forget(self) -> None:
         """Forgets what was seen of the step."""
         self.step = Step()
+
+    def is_over(self) -> bool:
+        """Returns whether a forward pass begins the next step.
+
+        Several optimizers that are given, or those of several models, each update once in a step.
+        """
+        has_all = self.takes_turns or all(map(self.variables.has_stepped, self.together))
+        if has_all or not self.is_updated:
+            return self.is_updated
+        self.at_turn = self.at_turn or self.step.copied()
+        return False
 
     def skip(self) -> None:
         """Forgets what was seen of a step whose update is skipped."""

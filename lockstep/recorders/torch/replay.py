@@ -19,17 +19,17 @@ _MOST_NAMED = 3  # Variables in a warning.
 
 
 class Part(NamedTuple):
-    """A forward pass of a replica in another recording: the bytes of its examples."""
+    """A forward pass of a replica in another recording: the bytes of its examples, if any."""
 
     replica: int
-    rows: list[bytes]
+    rows: list[bytes] | None
     random: list[Tensor]
     number: int = 0
 
 
-def rows_of(batch: np.ndarray) -> list[bytes]:
-    """Returns the bytes of each example."""
-    return [row.tobytes() for row in batch] if batch.ndim else []
+def rows_of(batch: np.ndarray) -> list[bytes] | None:
+    """Returns the bytes of each example; None of a number."""
+    return [row.tobytes() for row in batch] if batch.ndim else None
 
 
 class Replay:

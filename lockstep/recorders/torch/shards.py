@@ -2,8 +2,9 @@
 
 import collections
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from lockstep.recorders.torch.values import (
     to_array,
 )
 from lockstep.recorders.torch.variables import real
+
+OF_MEAN = 1e-4  # The relative difference of a mean that rounding can cause.
+NO_ROWS = (
+    "shards='each': the model has an output {}; compute the loss outside of the model, or record"
+    " without shards="
+)
 
 
 class ShardRunner:
@@ -43,15 +50,18 @@ class ShardRunner:
         self.recording, self.replay, self.seed, self.modules = recording, replay, seed, modules
         self.parts: list[Part] = []
         self.buffers: dict[int, dict[str, Tensor]] = {}
+        self.found: list[tuple[Part, Tensor]] = []  # Those of the last forward pass.
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
-        self.recording.hooks.hook(self.recording.called, "forward", self._forward)
+        for model in self.recording.called:
+            self.recording.hooks.hook(model, "forward", self._forward)
 
     def begin(self) -> None:
         """Reads the parts of a step."""
-        self.buffers, parts = {}, enumerate(self.replay.parts(self.recording.number))
-        self.parts = [part._replace(number=number) for number, part in parts if part.rows]
+        self.buffers, self.found = {}, []
+        parts = enumerate(self.replay.parts(self.recording.number))
+        self.parts = [part._replace(number=n) for n, part in parts if part.rows != []]
 
     def end(self, path: str) -> None:
         """Saves the statistics of each replica, or warns if the step did not have all parts."""
@@ -74,7 +84,7 @@ class ShardRunner:
         own = self.recording
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         is_recorded = own.is_on and own.step.outside is not None and batch
-        found = self._find_parts(batch[0]) if is_recorded else []
+        found = self._find_parts(batch) if is_recorded else []
         if not found:
             return forward(*args, **options)
         size, states, outputs = len(batch[0]), random_states(), []
@@ -86,38 +96,79 @@ class ShardRunner:
             set_random_states(before)
             left = self.buffers.setdefault(part.replica, {})
             with _buffers_of_replica(own.module, left, is_model=part.replica == 0):
-                given = take((args, options), rows, size)
                 if self.modules:
                     self.modules.rows = rows, size
-                outputs.append(forward(*given[0], **given[1]))
+                outputs.append(_called(forward, args, options, size, rows))
             is_drawn |= not all(map(torch.equal, before, random_states()))
             _check_rows(outputs[-1], len(rows))
         if self.modules:
             self.modules.rows = None
-        if not is_drawn:
-            set_random_states(states)
+        states = random_states() if is_drawn else states
+        places = [rows for _, rows in found]
+        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        if len(found) > 1 and not all(x.dim() for x in tensors):
+            self._check_means(functools.partial(_called, forward, args, options, size), places)
+        set_random_states(states)
         own.add("shards", [numbers])
-        return _joined(outputs, torch.argsort(torch.cat([rows for _, rows in found])))
+        return _joined(outputs, places)
 
-    def _find_parts(self, batch: Tensor) -> list[tuple[Part, Tensor]]:
+    @torch.no_grad()
+    def _check_means(self, call: Callable[[Tensor], Any], places: Sequence[Tensor]) -> None:
+        """Raises an error unless numbers of the model are means over examples, if it is not random.
+
+        Args:
+            call: Returns what the model computes for some examples.
+            places: Those of each part.
+        """
+        own = self.recording
+        training = [module for module in own.module.modules() if module.training]
+        own.is_on = False
+        try:
+            for module in training:
+                module.training = False
+            joined, whole = _joined([*map(call, places)], places), call(torch.cat(places).sort()[0])
+        finally:
+            own.is_on = True
+            for module in training:
+                module.training = True
+        for a, b in zip(*map(tree_leaves, (joined, whole)), strict=True):
+            is_mean = not isinstance(a, Tensor) or a.dim() or torch.allclose(a, b, OF_MEAN, 0)
+            require(is_mean, NO_ROWS.format("which is no mean over examples"))
+
+    def _find_parts(self, inputs: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
         """Returns the parts that are this batch, and the places of their examples in it.
 
-        It is empty if the batch does not have the examples of whole parts.
+        It is empty if the batch does not have the examples of whole parts. What another model has
+        computed has the parts of its examples.
         """
+        batch = inputs[0]
+        if len(self.recording.called) > 1 and batch.grad_fn is not None:
+            left = {}
+            for part in reversed(self.parts):
+                if part.rows is None:
+                    left[part.replica] = part
+            found = [(left[p.replica], rows) for p, rows in self.found if p.replica in left]
+            is_whole = sum(len(rows) for _, rows in found) == len(batch)
+            return self._taken(found if is_whole else [])
         places = collections.defaultdict(list)
-        for place, row in enumerate(rows_of(to_array(batch))):
+        for place, row in enumerate(rows_of(to_array(batch)) or ()):
             places[row].append(place)
         found = []
         for part in self.parts:
-            counts = collections.Counter(part.rows)
-            if all(len(places[row]) >= count for row, count in counts.items()):
-                rows = [places[row].pop(0) for row in part.rows]
+            counts = collections.Counter(part.rows or ())
+            if counts and all(len(places[row]) >= count for row, count in counts.items()):
+                rows = [places[row].pop(0) for row in part.rows or ()]
                 rows = rows if self.seed is None else sorted(rows)
                 found.append((part, torch.tensor(rows, device=batch.device)))
         if any(places.values()):
             return []
+        return self._taken(sorted(found, key=lambda pair: -pair[0].replica))
+
+    def _taken(self, found: list[tuple[Part, Tensor]]) -> list[tuple[Part, Tensor]]:
+        """Returns parts that are no longer left."""
         self.parts = [part for part in self.parts if all(part is not taken for taken, _ in found)]
-        return sorted(found, key=lambda pair: -pair[0].replica)
+        self.found = found or self.found
+        return found
 
 
 @contextlib.contextmanager
@@ -145,17 +196,31 @@ def _buffers_of_replica(
 def _check_rows(output: Any, number: int) -> None:
     """Raises an error if outputs of parts of a batch cannot be put together."""
     for x in tree_leaves(output):
-        has_rows = isinstance(x, Tensor) and x.dim() and len(x) == number
+        has_rows = isinstance(x, Tensor) and (not x.dim() or len(x) == number)
         what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
-        require(
-            has_rows or isinstance(x, bool | int | float | str | None),
-            f"shards='each': the model has an output of {what}, without a row for each example;"
-            " compute the loss outside of the model, or record without shards=",
-        )
+        is_known = has_rows or isinstance(x, bool | int | float | str | None)
+        require(is_known, NO_ROWS.format(f"of {what}, without a row for each example"))
 
 
-def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Returns the outputs of all parts of a batch as one, in another order of examples."""
+def _called(forward: Any, args: Any, options: Any, size: int, rows: Tensor) -> Any:
+    """Returns what a model computes for some examples of a batch."""
+    args, options = take((args, options), rows, size)
+    return forward(*args, **options)
+
+
+def _joined(outputs: Sequence[Any], places: Sequence[Tensor]) -> Any:
+    """Returns the outputs of all parts of a batch as one, by the places of their examples.
+
+    A number without rows, as a loss, is the mean over all examples.
+    """
     tensors = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in outputs)
-    columns = zip(*tensors, strict=True)
-    return tree_map_only(Tensor, lambda _: torch.cat(next(columns))[order], outputs[0])
+    columns, order = zip(*tensors, strict=True), torch.argsort(torch.cat([*places]))
+
+    def join(first: Tensor) -> Tensor:
+        column = next(columns)
+        if first.dim():
+            return torch.cat(column)[order]
+        sums = (x * len(rows) for x, rows in zip(column, places, strict=True))
+        return torch.stack([*sums]).sum() / len(order)
+
+    return tree_map_only(Tensor, join, outputs[0])

@@ -24,6 +24,7 @@ class Variables:
 
     Attributes:
         weights: Name of a weight → the weight.
+        given: Those of the argument, without wrappers.
         optimizers: All that update a weight of the model, as far as they have been seen.
         described: Name of a variable → its description, in the order of their arrays.
         stepped: The optimizers that have updated a weight in this step.
@@ -46,7 +47,8 @@ class Variables:
             layer, _, leaf = name.rpartition(".")
             kinds = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(layer), kind)]
             self._layouts[name] = kinds[0] if kinds and leaf == "weight" else ""
-        self.optimizers = _given(optimizer)
+        self.given = _given(optimizer)
+        self.optimizers = [*self.given]
         for each in self.optimizers:
             updated = {p for group in each.param_groups for p in group["params"]}
             require(
@@ -103,6 +105,15 @@ class Variables:
                 own["betas_in"] = "float32"
             found += [{**settings_of(group), **own}] if weights else []
         return found
+
+    def has_stepped(self, optimizer: Any) -> bool:
+        """Returns whether an optimizer has updated a weight in this step."""
+        return any(optimizer is each for each in self.stepped)
+
+    @property
+    def have_all_stepped(self) -> bool:
+        """Whether all optimizers have."""
+        return all(map(self.has_stepped, self.optimizers))
 
     def end_step(self) -> None:
         """Begins a new list of the optimizers that have updated a weight."""

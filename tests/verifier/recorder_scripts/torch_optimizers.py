@@ -1,6 +1,8 @@
 """Cases of PyTorch: several optimizers and models, and averages of weights."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -220,32 +222,51 @@ def case_averages_of_weights():
         assert all(name.startswith("ema.") for name in verdict.place.tensors), verdict.place
 
 
-def train_adversaries(path, order=None, rate=0.01, **options):
+def train_adversaries(path, order=None, rate=0.01, turns=0, **options):
     """Updates a critic, then a generator, whose backward pass also adds to the critic's gradients.
 
     Args:
         path: of the recording.
         order: of the examples; another one moves the last bits.
         rate: learning rate of the critic.
+        turns: of the critic for each of the generator, of both optimizers and models; 0 for one
+            turn, of what has both models and one of the optimizers.
     """
     torch.manual_seed(0)
     made, critic = nn.Linear(5, 8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     of_critic = torch.optim.Adam(critic.parameters(), rate)
     of_made = torch.optim.Adam(made.parameters(), 0.01)
     both = nn.ModuleDict({"made": made, "critics": nn.ModuleList([critic])})
+    models, given = ([made, critic], (of_made, of_critic)) if turns else (both, of_critic)
     order = torch.arange(40) if order is None else order
     x, z = torch.randn(10, 40, 8)[:, order], torch.randn(10, 40, 5)[:, order]
 
-    def steps_of(model, optimizer, step):
-        of_critic.zero_grad()
-        outputs = critic(x[step]), critic(made(z[step]).detach())
-        (F.softplus(-outputs[0]).mean() + F.softplus(outputs[1]).mean()).backward()
-        of_critic.step()
-        of_made.zero_grad()
-        F.softplus(-critic(made(z[step]))).mean().backward()
-        of_made.step()
+    with record_torch.record(path, models, given, **{"steps": 10 if turns else 20, **options}):
+        for step in range(10):
+            made_ones = made(z[step])
+            for _ in range(turns or 1):
+                of_critic.zero_grad()
+                outputs = critic(x[step]), critic(made_ones.detach())
+                (F.softplus(-outputs[0]).mean() + F.softplus(outputs[1]).mean()).backward()
+                of_critic.step()
+            of_made.zero_grad()
+            F.softplus(-critic(made_ones if turns else made(z[step]))).mean().backward()
+            of_made.step()
+    return [x.clone() for x in both.state_dict().values()]
 
-    train(both, of_critic, path, steps_of, 10, steps=20, **options)
+
+def case_several_models():
+    """A step has an update of each optimizer, and begins before the first model is called."""
+    assert is_equal(train_adversaries(None, turns=1), train_adversaries("rounds.npz", turns=1))
+    trace = Trace("rounds")
+    assert trace.about["steps"] == [*range(10)] and trace.about["micro_batches"] == [4] * 10
+    assert {name[0] for name in trace.kind("clipped", 3)} == {"0", "1"}
+    check_rates(functools.partial(train_adversaries, turns=1))
+    # One optimizer that updates twice before the other: each update is a step, once this is seen.
+    for path, options in (("turns.npz", {}), ("again.npz", {"replay": "turns.npz"})):
+        train_adversaries(path, turns=2, steps=[0, *range(2, 9)], **options)
+    found = [{name[0] for name in Trace("turns").kind("clipped", step)} for step in (0, 2, 3)]
+    assert found == [{"1"}, {"0"}, {"1"}] and compare("turns.npz", "again.npz").ok
 
 
 def case_two_parts_in_turns():

@@ -244,6 +244,12 @@ def case_modules_of_shards():
     np.testing.assert_array_equal(one["1/module_out/0/4"], one["1/y_pred/0/0"])
 
 
+def of_output(model, optimizer, step):
+    """Trains a model that returns its loss."""
+    model(batch(step)[0]).sum().backward()
+    optimizer.step()
+
+
 def case_shards():
     """One process computes each replica's part of the batch, with its random numbers."""
     options = {"steps": 1, "replay": "shards.npz", "shards": "each"}
@@ -271,6 +277,13 @@ def case_shards():
         "half.npz: step 0 has other examples than shards.npz; not computed for each shard" in told
     )
     whole = network()
-    whole.forward = lambda x, inner=whole.forward: inner(x).sum()
-    expected = "shards='each': the model has an output of shape (), without a row"
-    refused(expected, recorded, "output", whole, momentum, **options)
+    forward = whole.forward
+    whole.forward = lambda x: forward(x).mean()
+    one = recorded("mean", whole, momentum, of_output, **options)
+    assert "1/shards/0/0" in one.arrays
+    whole.forward = lambda x: forward(x).sum()
+    expected = "shards='each': the model has an output which is no mean over examples"
+    refused(expected, recorded, "output", whole, momentum, of_output, **options)
+    whole.forward = lambda x: forward(x).sum(0)
+    expected = "shards='each': the model has an output of shape (5,), without a row"
+    refused(expected, recorded, "output", whole, momentum, of_output, **options)
