@@ -1,8 +1,8 @@
 """Knows how the arrays of this process are parts of whole ones."""
 
+import contextlib
 import fnmatch
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data.about import Fault
+from lockstep.data.placement import Dimension, placement_from
+from lockstep.data.placement import Placement as Parts
 from lockstep.data.trace import OF_VARIABLES
 from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
-from lockstep.recorders.parts import (
-    Dimension,
-    as_summands,
-    dimensions_of,
-    places,
-    whole_shape,
-)
 from lockstep.recorders.torch.layout import Mesh, mesh_of
 from lockstep.recorders.torch.private import (
     check_sharded,
@@ -93,7 +89,7 @@ class Placement:
         reduced = {axis for each in axes for axis in each or ()}
         own: dict[str, Any] = {**dict(self.module.named_buffers()), **self.variables.weights}
         for pattern, text in dims.items():
-            found = mesh.dimensions(text)
+            found = [*mesh.placement(text).dimensions]
             if pattern in self.dims:
                 self.dims[pattern] = found
                 continue
@@ -139,12 +135,17 @@ class Placement:
 
     def own_part(self, text: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
         """Returns this process' part of an array; all of it for a DTensor, which is split later."""
-        if not text or not self.mesh or is_dtensor(value):
+        placement = self._parsed(text)
+        if is_dtensor(value) or len(placement.dimensions) != whole.ndim:
             return whole
-        dimensions = self.mesh.dimensions(text)
-        if len(dimensions) != whole.ndim:
-            return whole
-        return whole[places(dimensions, whole.shape, self.mesh.sizes, self.mesh.at)]
+        found = self._places(placement, whole.shape)
+        return whole if found is None else whole[np.ix_(*found)]
+
+    def _parsed(self, text: str) -> Parts:
+        return placement_from(text, self.mesh.sizes if self.mesh else {})
+
+    def _places(self, placement: Parts, shape: Sequence[int]) -> list[np.ndarray] | None:
+        return placement.places(shape, self.mesh.sizes, self.mesh.at) if self.mesh else None
 
     def place(self, kind: str, index: Any, value: Tensor) -> bool:
         """Notes how an array is part of the whole one; returns whether this is known."""
@@ -155,10 +156,10 @@ class Placement:
 
     def whole_shape(self, kind: str, index: Any, value: Tensor) -> tuple[int, ...]:
         """Returns the shape of the whole array of which a tensor is a part, once it is placed."""
-        text = self.placements.get(f"{kind}/{index}", "")
-        if not self.mesh or is_dtensor(value) or not text:
+        if not self.mesh or is_dtensor(value):
             return tuple(value.shape)
-        return whole_shape(text, value.shape, self.mesh.sizes)
+        placement = self._parsed(self.placements.get(f"{kind}/{index}", ""))
+        return placement.whole_shape(value.shape, self.mesh.sizes)
 
     def split_sums(self, kind: str, index: Any, shape: Sequence[int]) -> Indices | None:
         """Notes that samples of the parts of an array are summands of that of the whole.
@@ -166,12 +167,9 @@ class Placement:
         Returns:
             For each dimension, the places of this process' part in the whole; None for all.
         """
-        text = self.placements.get(f"{kind}/{index}", "")
-        if not self.mesh or not text:
-            return None
-        found, part = as_summands(text, shape, self.mesh.sizes, self.mesh.at)
-        self.placements[f"{kind}/{index}"] = found
-        return part
+        if text := self.placements.get(f"{kind}/{index}", ""):
+            self.placements[f"{kind}/{index}"] = self._parsed(text).of_sample
+        return self._places(self._parsed(text), shape)
 
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""
@@ -208,7 +206,7 @@ class Placement:
         of_weight, size = self.given(f"{name}.weight"), 1
         if is_dtensor(weight):  # The module may give its local output.
             of_weight = self.mesh.text_of(weight) or ""
-        dims = dimensions_of(of_weight)
+        dims = self._parsed(of_weight).dimensions
         if len(dims) != 2 or not value.dim():
             return text
         side = int("_in" in kind)  # Of the weight: outputs come first.
@@ -222,8 +220,10 @@ class Placement:
         if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
             words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
         found = " ".join(words)
-        counts = [len(re.findall(rf"[\[,(]{axis}\b", found)) for axis in self.mesh.sizes]
-        return found if max(counts) < 2 else None  # Two rules say different things.
+        with contextlib.suppress(Fault):  # Two rules say different things: an axis is there twice.
+            self._parsed(found)
+            return found
+        return None
 
     def _text_of_rows(self, kind: str, value: Tensor) -> str:
         """Returns how inputs or outputs are split: like the first input in dimensions as long."""

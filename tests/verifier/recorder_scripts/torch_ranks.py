@@ -274,11 +274,11 @@ def case_mesh():
     assert about["placements"]["data/0"] == "b[dp] d1 d2 d3"
     for expected, options in {
         "dims: needs mesh=": {"dims": "b[dp]"},
-        "dims: 'b[cp]': mesh has no axis cp": {
+        "dims has a placement 'b[cp]' with an axis twice, or not on": {
             "dims": "b[cp]",
             "mesh": mesh,
         },
-        "dims: 'b[dp' in 'b[dp'": {
+        "dims has a placement 'b[dp', which cannot be read": {
             "dims": "b[dp",
             "mesh": mesh,
         },
