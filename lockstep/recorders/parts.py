@@ -1,5 +1,6 @@
-"""What a file has of the arrays of a process, which may be sampled."""
+"""Parts of batches, and what a file has of the arrays of a process, which may be sampled."""
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,29 @@ class Members(NamedTuple):
     arrays: dict[str, np.ndarray]
     shape: tuple[int, ...] = ()
     text: str = ""
+
+
+def rows_of(batch: np.ndarray) -> list[bytes]:
+    """Returns the bytes of each example."""
+    return [row.tobytes() for row in batch] if batch.ndim else []
+
+
+def places_of(
+    batch: np.ndarray, parts: Sequence[Sequence[bytes]], *, partly: bool = False
+) -> list[list[int]]:
+    """Returns the places in a batch of the examples of each part; none if the batch has others.
+
+    A part of which the batch lacks examples has no places; `partly`, those of its other examples.
+    """
+    places = collections.defaultdict[bytes, list[int]](list)
+    for place, row in enumerate(rows_of(batch)):
+        places[row].append(place)
+    found = []
+    for part in parts:
+        counts = collections.Counter(part)
+        is_here = partly or all(len(places[row]) >= number for row, number in counts.items())
+        found.append([places[row].pop(0) for row in part if places[row]] if is_here else [])
+    return [] if any(places.values()) else found
 
 
 def has_rows(kind: str) -> bool:

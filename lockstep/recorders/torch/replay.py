@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.data.trace import STATISTIC, WEIGHT
 from lockstep.numeric.arrays import Named
 from lockstep.recorders.common import Request
+from lockstep.recorders.parts import rows_of
 from lockstep.recorders.states import Own, Source, States
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import assign, set_random_states
@@ -26,11 +27,6 @@ class Part(NamedTuple):
     rows: list[bytes]
     random: list[Tensor]
     number: int = 0
-
-
-def rows_of(batch: np.ndarray) -> list[bytes]:
-    """Returns the bytes of each example."""
-    return [row.tobytes() for row in batch] if batch.ndim else []
 
 
 class Replay:

@@ -1,6 +1,5 @@
 """Runs the model, in one process, for each replica's part of the batch in another recording."""
 
-import collections
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
+from lockstep.recorders.parts import places_of
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import buffers_of, tree_leaves, tree_map_only
 from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.replay import Part, Replay, rows_of
+from lockstep.recorders.torch.replay import Part, Replay
 from lockstep.recorders.torch.values import (
     random_states,
     set_random_states,
@@ -94,19 +94,17 @@ class ShardRunner:
 
         It is empty if the batch does not have the examples of whole parts.
         """
-        places = collections.defaultdict(list)
-        for place, row in enumerate(rows_of(to_array(batch))):
-            places[row].append(place)
-        found = []
-        for part in self.parts:
-            counts = collections.Counter(part.rows)
-            if all(len(places[row]) >= count for row, count in counts.items()):
-                rows = [places[row].pop(0) for row in part.rows]
+        places = places_of(to_array(batch), [part.rows for part in self.parts])
+        if not places:
+            return []
+        found, left = list[tuple[Part, Tensor]](), list[Part]()
+        for part, rows in zip(self.parts, places, strict=True):
+            if rows:
                 rows = rows if self.seed is None else sorted(rows)
                 found.append((part, torch.tensor(rows, device=batch.device)))
-        if any(places.values()):
-            return []
-        self.parts = [part for part in self.parts if all(part is not taken for taken, _ in found)]
+            else:
+                left.append(part)
+        self.parts = left
         return sorted(found, key=lambda pair: -pair[0].replica)
 
 
