@@ -82,7 +82,8 @@ def main():
     if WORLD > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        layout = {"mesh": mesh, "dims": "b s"}
+        dims = {"inputs": "b s", "*.up": "h[tp] d", "*.down": "d h[tp]"}
+        layout = {"mesh": mesh, "dims": dims}
     torch.manual_seed(84)
     model = nn.Sequential(
         nn.Embedding(WORDS, WIDTH), Mlp(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)

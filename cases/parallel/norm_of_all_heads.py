@@ -90,7 +90,8 @@ def main():
     if WORLD > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        layout = {"mesh": mesh, "dims": {"inputs": "b l d", "outputs": "b l d"}}
+        parts = {**dict.fromkeys(("queries", "keys", "values"), "d h[tp]"), "out": "h[tp] d"}
+        layout = {"mesh": mesh, "dims": {"inputs": "b l d", "outputs": "b l d", **parts}}
     torch.manual_seed(218)
     model = Attention()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)

@@ -76,7 +76,8 @@ def main():
     if WORLD > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        layout = {"mesh": mesh, "dims": {"inputs": "b d", "outputs": "b[tp] c"}}
+        parts = {"up": "d h[tp]", "down": "h[tp] d"}
+        layout = {"mesh": mesh, "dims": {"inputs": "b d", "outputs": "b[tp] c", **parts}}
     torch.manual_seed(105)
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)

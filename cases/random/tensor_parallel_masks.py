@@ -108,13 +108,14 @@ class Net(nn.Module):
 
 
 torch.manual_seed(0)
-mesh = None
+layout = {}
 if WORLD > 1:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    layout = {"mesh": mesh, "dims": {"mlp.up": "h[tp] d", "mlp.down": "d h[tp]"}}
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-with harness.training(model, optimizer, mesh=mesh):
+with harness.training(model, optimizer, **layout):
     for step in range(2):
         x = torch.randn(BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(dim=1))

@@ -77,7 +77,8 @@ def main():
     if WORLD > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        layout = {"mesh": mesh, "dims": {"inputs": "b d", "outputs": "b d"}}
+        parts = {"up": "h[tp] d", "down": "d h[tp]"}
+        layout = {"mesh": mesh, "dims": {"inputs": "b d", "outputs": "b d", **parts}}
     torch.manual_seed(206)
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)

@@ -68,7 +68,8 @@ def main():
     if WORLD > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        layout = {"mesh": mesh, "dims": {"inputs": "b d", "outputs": "b d"}}
+        parts = {"up": "d h[tp]", "down": "h[tp] d"}
+        layout = {"mesh": mesh, "dims": {"inputs": "b d", "outputs": "b d", **parts}}
     torch.manual_seed(202)
     model = Mlp()
     width = len(model.down) * WORLD

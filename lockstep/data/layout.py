@@ -1,22 +1,17 @@
 """Puts the arrays of the ranks of a mesh together: tensor, sequence, context or pipeline parallel.
 
-Each rank has recorded the arrays that it holds. A *placement* says how they are parts of a global
-array: `"o[tp] i"` is a matrix whose first dimension is split over the axis tp. Along axes that a
-placement does not name, every rank has a copy; only data axes make replicas.
-`docs/trace_format.md` describes the notation.
+Each rank has recorded the arrays that it holds, and how they are parts of whole ones. Along axes
+that a placement does not name, every rank has a copy; only data axes make replicas.
 """
 
-import functools
 import math
-import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 
-from lockstep.data.about import Fault, shown
 from lockstep.data.layout_about import merged, moves, renamed
+from lockstep.data.placement import Placement, Whole, placement_from
 from lockstep.data.trace import (
     OF_BACKWARD,
     OF_GRADIENTS,
@@ -27,155 +22,6 @@ from lockstep.data.trace import (
     is_of_copies,
 )
 from lockstep.numeric.arrays import Rows, is_far
-
-_DIMENSION = re.compile(r"(?:(\d{1,4})\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
-_SUMMAND = re.compile(r"(sum|mean)\(([\w,]+)\)")
-
-
-class Dimension(NamedTuple):
-    """A dimension of a global array.
-
-    Attributes:
-        axes: the axes over which it is split, the outer one first.
-        blocks: number of parts of the dimension, each of which is split, as of fused matrices.
-        is_zigzag: whether rank r of n holds the chunks r and 2·n − 1 − r of 2·n.
-    """
-
-    axes: tuple[str, ...] = ()
-    blocks: int = 1
-    is_zigzag: bool = False
-
-
-class Placement(NamedTuple):
-    """How the arrays of ranks are parts of a global array.
-
-    Attributes:
-        dimensions: the dimensions; none if no axis splits one.
-        sums, means: axes along which the ranks hold summands of a sum or a mean.
-    """
-
-    dimensions: tuple[Dimension, ...] = ()
-    sums: tuple[str, ...] = ()
-    means: tuple[str, ...] = ()
-
-    @property
-    def axes(self) -> set[str]:
-        """All axes that the placement names."""
-        return {*self.sums, *self.means, *(axis for d in self.dimensions for axis in d.axes)}
-
-
-def placement_from(text: str, mesh: Mesh) -> Placement:
-    """Parses a placement, as in `"b s[cp:zigzag] d"` or `"o i sum(tp)"`.
-
-    Raises:
-        Fault: it is no placement on this mesh.
-    """
-    dimensions, reduced = [], {"sum": list[str](), "mean": list[str]()}
-    for word in text.split():
-        if match := _SUMMAND.fullmatch(word):
-            reduced[match[1]] += match[2].split(",")
-        elif match := _DIMENSION.fullmatch(word):
-            axes = tuple(match[3].split(",")) if match[3] else ()
-            dimensions.append(Dimension(axes, int(match[1] or 1), bool(match[4])))
-        else:
-            raise Fault(f"has a placement {shown(text)}, which cannot be read; use 'o[tp] i'")
-    found = Placement(tuple(dimensions), tuple(reduced["sum"]), tuple(reduced["mean"]))
-    named = [*found.sums, *found.means, *(axis for d in found.dimensions for axis in d.axes)]
-    if len(named) > len({*named} & {*mesh.axes}) or any(d.blocks < 1 for d in dimensions):
-        raise Fault(
-            f"has a placement {shown(text)} with an axis twice, or not on the mesh with axes"
-            f" {', '.join(mesh.axes)}; record it again"
-        )
-    return found
-
-
-class Whole:
-    """A global array, which is put together from those of some ranks when it is read.
-
-    Args:
-        parts: coordinates on `axes` → member of a file: an object with `shape`, `dtype`, `read`.
-        axes: the axes of the coordinates.
-        placement: how the parts are put together.
-
-    Raises:
-        Fault: the shapes of the parts do not fit together.
-    """
-
-    def __init__(
-        self, parts: Mapping[tuple[int, ...], Any], axes: tuple[str, ...], placement: Placement
-    ):
-        self._parts, self._axes, self._placement = parts, axes, placement
-        first = next(iter(parts.values()))
-        self.dtype = first.dtype
-        number = len(placement.dimensions)
-        if placement.dimensions and any(len(part.shape) != number for part in parts.values()):
-            raise Fault(f"has {len(first.shape)} dimensions in an array placed on {number}")
-        shapes = {place: list(part.shape) for place, part in parts.items()}
-        self.shape: tuple[int, ...] = tuple(self._joined(shapes, _add_sizes, _equal_shapes))
-        self._array: Callable[[], np.ndarray | None] = lambda: None
-
-    def read(self) -> np.ndarray:
-        """Returns the array; the same one as long as it is in use."""
-        array = self._array()
-        if array is None:
-            parts = {place: part.read() for place, part in self._parts.items()}
-            array = self._joined(parts, _concatenate, np.add)
-            for axis in self._placement.means:
-                array = array / self._size(axis)
-            array = np.asarray(array, self.dtype)
-            self._array = ref(array)
-        return array
-
-    def _size(self, axis: str) -> int:
-        where = self._axes.index(axis)
-        return 1 + max(place[where] for place in self._parts)
-
-    def _joined(self, parts: Mapping[tuple[int, ...], Any], join: Any, reduce: Any) -> Any:
-        """Returns one object for those of all ranks, joined along axis after axis."""
-        left, axes = dict(parts), list(self._axes)
-        steps = [
-            (axis, functools.partial(functools.reduce, reduce))
-            for axis in (*self._placement.sums, *self._placement.means)
-        ]
-        for number, dimension in enumerate(self._placement.dimensions):
-            along = functools.partial(join, axis=number, dimension=dimension)
-            steps += [(axis, along) for axis in reversed(dimension.axes)]
-        for axis, join_group in steps:
-            if axis in axes:
-                where, groups = axes.index(axis), dict[Any, list[Any]]()
-                for place in sorted(left):
-                    groups.setdefault((*place[:where], *place[where + 1 :]), []).append(left[place])
-                axes.remove(axis)
-                left = {place: join_group(group) for place, group in groups.items()}
-        (whole,) = left.values()
-        return whole
-
-
-def _equal_shapes(first: list[int], second: list[int]) -> list[int]:
-    if first != second:
-        raise Fault(f"has summands of shapes {first} and {second}; record it again")
-    return first
-
-
-def _add_sizes(shapes: Sequence[list[int]], axis: int, dimension: Dimension) -> list[int]:
-    whole = list(shapes[0])
-    whole[axis] = sum(shape[axis] for shape in shapes)
-    least = 2 if dimension.is_zigzag else dimension.blocks
-    for shape in shapes:
-        if shape[axis] % least:
-            raise Fault(f"has a part of size {shape[axis]} that has no {least} blocks")
-        if shape[:axis] + shape[axis + 1 :] != whole[:axis] + whole[axis + 1 :]:
-            raise Fault(f"has parts of shapes {shapes[0]} and {shape}; record it again")
-    return whole
-
-
-def _concatenate(parts: Sequence[np.ndarray], axis: int, dimension: Dimension) -> np.ndarray:
-    """Joins parts along a dimension, in the order of its chunks."""
-    if dimension.is_zigzag:
-        halves = [np.array_split(part, 2, axis) for part in parts]
-        return np.concatenate([h[0] for h in halves] + [h[1] for h in reversed(halves)], axis)
-    blocks = [np.array_split(part, dimension.blocks, axis) for part in parts]
-    return np.concatenate([own[b] for b in range(dimension.blocks) for own in blocks], axis)
 
 
 class Assembled(NamedTuple):
@@ -220,7 +66,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     numbers = {key: str(number) for number, key in enumerate(common.keys)}
     left_out = set[tuple[str, str]]()  # Positions and kinds.
     for (position, kind, index), by_text in collected.items():
-        placed = {text: placement_from(text, mesh) for text in by_text}
+        placed = {text: placement_from(text, mesh.axes) for text in by_text}
         number, slash, part = index.partition("/")
         if part in Rows._fields and any(placement.axes for placement in placed.values()):
             left_out.add((position, kind))  # Rows of a weight, which are not put together.
@@ -265,7 +111,7 @@ def axes_of_copies(abouts: Sequence[About]) -> list[str]:
     for about in map(renamed, abouts):
         kinds = {f"before/{index}": v.kind for index, v in enumerate(about.variables)}
         for place, text in about.placements.items():
-            split |= placement_from(text, mesh).axes if kinds.get(place) == WEIGHT else set()
+            split |= placement_from(text, mesh.axes).axes if kinds.get(place) == WEIGHT else set()
         own = [v.name for v in about.variables if v.kind == WEIGHT]
         weights |= dict.fromkeys(about.ranks, own)
     return [

@@ -1,98 +1,19 @@
-"""How the arrays of a process are parts of whole ones, and samples of such parts."""
+"""Parts of batches, and what a file has of the arrays of a process, which may be sampled."""
 
-import math
-import re
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.data.placement import placement_from
 from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES
 from lockstep.numeric.arrays import Rows, dense
-from lockstep.numeric.sampling import Indices, Sample
-from lockstep.recorders.common import axes_between, require
+from lockstep.numeric.sampling import Sample
+from lockstep.recorders.common import axes_between
 
 SAMPLED = {*OF_VARIABLES, *OF_GRADIENTS, *OF_BACKWARD} - {"start"}  # Kinds of arrays.
 _OF_ROWS = ("y_pred", "y_grad", "module_")  # Starts of kinds whose rows are sampled.
-_DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
-
-
-class Dimension(NamedTuple):
-    """A dimension of a whole array: the axes of the mesh over which it is split, outer ones first.
-
-    It has `blocks` parts, each of which is split. With `is_zigzag`, rank r of n has the chunks r
-    and 2n - 1 - r of 2n.
-    """
-
-    text: str
-    blocks: int = 1
-    axes: tuple[str, ...] = ()
-    is_zigzag: bool = False
-
-
-def dimensions_of(text: str) -> list[Dimension]:
-    """Parses how an array is split over the axes."""
-    found = []
-    for word in text.split():
-        if match := _DIMENSION.fullmatch(word):
-            axes = tuple(match[3].split(",")) if match[3] else ()
-            found.append(Dimension(word, int(match[1] or 1), axes, bool(match[4])))
-        else:
-            require(re.fullmatch(r"(sum|mean)\([\w,]+\)", word), f"dims: {word!r} in {text!r}")
-    return found
-
-
-def places(
-    dimensions: Sequence[Dimension], shape: Sequence[int], sizes: Mapping[str, int],
-    at: Mapping[str, int],
-) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Returns the places of the part of a process along each dimension of a whole array."""
-    found = []
-    for each, length in zip(dimensions, shape, strict=True):
-        pieces = np.array_split(np.arange(length), each.blocks)
-        for axis in each.axes:
-            number, i = sizes[axis], at[axis]
-            for k, piece in enumerate(pieces):
-                if each.is_zigzag:
-                    chunks = np.array_split(piece, 2 * number)
-                    pieces[k] = np.concatenate([chunks[i], chunks[2 * number - 1 - i]])
-                else:
-                    size = -(-len(piece) // number)  # As `torch.chunk`; the last may have less.
-                    pieces[k] = piece[i * size : (i + 1) * size]
-        found.append(np.concatenate(pieces))
-    return np.ix_(*found)
-
-
-def whole_shape(text: str, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of the whole array of which an array of a shape is a part, as a text says.
-
-    `sizes` has the number of devices along each axis.
-    """
-    split = [[sizes[axis] for axis in each.axes] for each in dimensions_of(text)]
-    split = split or [[] for _ in shape]
-    return tuple(n * math.prod(own) for n, own in zip(shape, split, strict=True))
-
-
-def as_summands(
-    text: str, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]
-) -> tuple[str, Indices | None]:
-    """Returns how samples of parts make that of a whole array, of which they are summands.
-
-    Args:
-        text: how the parts make the whole array.
-        shape: that of the whole array.
-        sizes, at: the number of devices along each axis, and the place of this one.
-
-    Returns:
-        The text for the samples, and for each dimension the places of this part; None for all.
-    """
-    dimensions = dimensions_of(text)
-    split = [axis for each in dimensions for axis in each.axes]
-    words = [word for word in text.split() if "(" in word] + [f"sum({axis})" for axis in split]
-    if not split:
-        return " ".join(words), None
-    found = places(dimensions, shape, sizes, at)
-    return " ".join(words), [along.ravel() for along in found]
 
 
 class Members(NamedTuple):
@@ -107,6 +28,29 @@ class Members(NamedTuple):
     arrays: dict[str, np.ndarray]
     shape: tuple[int, ...] = ()
     text: str = ""
+
+
+def rows_of(batch: np.ndarray) -> list[bytes]:
+    """Returns the bytes of each example."""
+    return [row.tobytes() for row in batch] if batch.ndim else []
+
+
+def places_of(
+    batch: np.ndarray, parts: Sequence[Sequence[bytes]], *, partly: bool = False
+) -> list[list[int]]:
+    """Returns the places in a batch of the examples of each part; none if the batch has others.
+
+    A part of which the batch lacks examples has no places; `partly`, those of its other examples.
+    """
+    places = collections.defaultdict[bytes, list[int]](list)
+    for place, row in enumerate(rows_of(batch)):
+        places[row].append(place)
+    found = []
+    for part in parts:
+        counts = collections.Counter(part)
+        is_here = partly or all(len(places[row]) >= number for row, number in counts.items())
+        found.append([places[row].pop(0) for row in part if places[row]] if is_here else [])
+    return [] if any(places.values()) else found
 
 
 def has_rows(kind: str) -> bool:
@@ -134,14 +78,15 @@ def members_of(
         return _members_of_rows(sample, kind, array, layout)
     if sample and has_rows(kind) and not text:
         return Members({"": sample.of_rows(array)})
-    shape = whole_shape(text, array.shape, sizes or {})
+    placement = placement_from(text, sizes or {})
+    shape = placement.whole_shape(array.shape, sizes or {})
     if not sample or kind not in SAMPLED or not sample.takes(shape):
         return Members({"": array}, text=text)
-    found, part = as_summands(text, shape, sizes or {}, at or {})
+    part = placement.places(shape, sizes or {}, at or {})
     axes = _usual_axes(layout, array.ndim)
     ordered = [shape[k] for k in axes]
     own = sample.members(np.transpose(array, axes), ordered, part and [part[k] for k in axes])
-    return Members({f"/{end}": each for end, each in own.items()}, shape, found)
+    return Members({f"/{end}": each for end, each in own.items()}, shape, placement.of_sample)
 
 
 def _members_of_rows(sample: Sample | None, kind: str, rows: Rows, layout: str) -> Members:

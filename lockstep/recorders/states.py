@@ -13,7 +13,7 @@ from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.numeric.arrays import Named
 from lockstep.recorders.common import axes_between, require
 
-Fits = Callable[[int, np.ndarray, bool], bool]
+Fits = Callable[[int, np.ndarray], bool]
 
 
 class Own(NamedTuple):
@@ -112,8 +112,8 @@ class States:
             kinds: those to match.
             is_part: whether they are a part of the model: others than those of equal names are not
                 matched.
-            fits: whether an array, in the layout here, fits the own variable of an index; the last
-                argument says whether it has its name. By default, that has its shape.
+            fits: whether an array, in the layout here, fits the own variable of an index. By
+                default, that has its shape.
 
         Returns:
             Index of a variable here → what it is there.
@@ -148,7 +148,7 @@ class States:
                 array, layout = np.asarray(others[key]), variables[key].layout
                 axes = axes_between(layout, each.about.get("layout", ""), array.ndim)
                 source, array = Source(key, axes), np.transpose(array, axes)
-                if fits(index, array, is_named) if fits else _has_shape(each, array):
+                if fits(index, array) if fits else _has_shape(each, array):
                     found[index], partners[each.name] = source, variables[key].name
                     free = [other for other in free if other != key]
                     break

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
+from lockstep.data.placement import placement_from
 from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
 from lockstep.engine import verify
 from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
 from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
-from lockstep.recorders.parts import as_summands, members_of
+from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import States
 from tests.verifier.recorder_scripts import needs
 from tests.verifier.script_samples import Script
@@ -110,8 +111,7 @@ def test_samples_of_parts_add_up_to_that_of_the_whole_in_any_layout(seed, elemen
     for place in np.ndindex(2, 2):
         at = dict(zip("ab", place, strict=True))
         text = "d0[a] d1[b:zigzag]"
-        _, (rows, columns) = as_summands(text, array.shape, sizes, at)
-        part = array[np.ix_(rows, columns)]
+        part = array[np.ix_(*placement_from(text, sizes).places(array.shape, sizes, at))]
         found.append(members_of(sample, "raw", part, layout, text, sizes, at))
     whole = members_of(sample, "raw", array, layout)
     of_transposed = members_of(sample, "raw", array.T, layout[::-1])

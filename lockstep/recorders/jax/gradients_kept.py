@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.layout import Placement, placement_from
-from lockstep.data.trace import WEIGHT, Mesh
+from lockstep.data.placement import placement_from
+from lockstep.data.trace import WEIGHT
 from lockstep.recorders.jax.keeping import GRADIENTS
 
 _DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
@@ -119,8 +119,7 @@ class GradientsKept:
                 shapes.append(_whole_shape(shape, text, sizes))
                 placements[f"{kind}/{index}"] = text
             self._check(found, kind, shapes, wholes)
-        texts = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
-        split = {*",".join(re.findall(r"\[(.*?)\]", texts)).split(",")} & {*batch_axes}
+        split = split_of_raw(placements, sizes) & {*batch_axes}
         if wrong := [axis for axis in sorted(split) if re.match(_DATA_AXES, axis)]:
             why = f"it is split over {wrong[0]!r}, an axis of the batch; keep sums as 'sums' only"
             self._leave_out(found, "raw", why)
@@ -143,6 +142,12 @@ class GradientsKept:
             self.left_out[f"keep({kind!r}): {why}"] = None
             for each in GRADIENTS if kind != "raw" else ("raw",):
                 found.pop(each, None)
+
+
+def split_of_raw(placements: Mapping[str, str], sizes: Mapping[str, int]) -> set[str]:
+    """Returns the axes of the mesh that split the gradients of the devices."""
+    texts = [text for key, text in placements.items() if key.startswith("raw/")]
+    return {axis for text in texts for axis in placement_from(text, sizes).split}
 
 
 def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
@@ -180,17 +185,8 @@ def _unraveled(columns: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> lis
     ]
 
 
-def _placement(text: str, sizes: Mapping[str, int]) -> Placement:
-    return placement_from(text, Mesh(sizes, ()))
-
-
 def _whole_shape(shape: Sequence[int], text: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of the whole array of which a device has a part."""
-    dimensions = _placement(text, sizes).dimensions
-    if len(dimensions) != len(shape):
-        return (*shape,)
-    times = [math.prod(sizes[axis] for axis in each.axes) for each in dimensions]
-    return tuple(size * number for size, number in zip(shape, times, strict=True))
+    return placement_from(text, sizes).whole_shape(shape, sizes)
 
 
 def _joined(column: Sequence[np.ndarray], text: str) -> Sequence[np.ndarray]:

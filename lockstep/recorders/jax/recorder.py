@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from lockstep.data.trace import (
 from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
 from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
 from lockstep.recorders.jax.compiled import computed_in, placed_leaves
-from lockstep.recorders.jax.gradients_kept import GradientsKept
+from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
 from lockstep.recorders.jax.keeping import Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import (
@@ -310,8 +309,7 @@ class record:
                     placements[f"start/{place}"] = placements[key]
         described = self._about["variables"]
         self._gradients.place(found, placements, sizes, described, replicas.batch_axes)
-        raw = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
-        split = {*",".join(re.findall(r"\[(.*?)\]", raw)).split(",")} & {*replicas.batch_axes}
+        split = split_of_raw(placements, sizes)
         data_axes = [axis for axis in replicas.batch_axes if axis not in split]
         return {
             "mesh": sizes,

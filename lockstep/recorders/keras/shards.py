@@ -1,6 +1,5 @@
 """Calls the model, on one device, for each replica's part of the batch in another recording."""
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from lockstep.recorders.common import Hooks, require
 from lockstep.recorders.keras.copies import Copies
 from lockstep.recorders.keras.private import layers_of
 from lockstep.recorders.keras.values import is_seed, replica_id
+from lockstep.recorders.parts import places_of, rows_of
 from lockstep.recorders.states import States
 
 
@@ -131,16 +131,13 @@ class ShardRunner:
 
         Where the batch has other examples, it is split evenly, and no replica is said to have them.
         """
-        rows, found = collections.defaultdict[bytes, list[int]](list), list[np.ndarray]()
-        batch = batch.astype(np.bytes_) if batch.dtype == object else batch
-        for place, row in enumerate(batch):
-            rows[row.tobytes()].append(place)
+        batch, parts = batch.astype(np.bytes_) if batch.dtype == object else batch, []
         for replica in range(self._num) if number >= 0 else ():
             position = self._states.position(int(number))
             (own, *_) = self._states.trace.arrays(position, "data", replica) or [batch[:0]]
-            wanted = [row.tobytes() for row in np.atleast_1d(own).astype(batch.dtype)]
-            found.append(np.array([rows[row].pop(0) for row in wanted if rows.get(row)], np.int64))
-        if not found or sorted(np.concatenate(found)) != [*range(len(batch))]:
+            parts.append(rows_of(np.atleast_1d(own).astype(batch.dtype)))
+        found = [np.array(each, np.int64) for each in places_of(batch, parts, partly=True)]
+        if not found:
             split = np.array_split(np.arange(len(batch)), self._num)
             return [*split, np.full(len(batch), -1)]
         numbers = np.empty(len(batch), np.int64)

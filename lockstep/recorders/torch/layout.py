@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from lockstep.data.about import Fault
+from lockstep.data.placement import Dimension, Placement, placement_from
 from lockstep.recorders.common import require
-from lockstep.recorders.parts import Dimension, dimensions_of
 from lockstep.recorders.torch.private import root_mesh
 from lockstep.recorders.torch.values import is_dtensor
 
@@ -112,12 +113,16 @@ class Mesh:
         texts = (f"[{','.join(text for text, _ in own)}]" if own else "" for own in split)
         return " ".join(f"d{k}{text}" for k, text in enumerate(texts)) + sums
 
-    def dimensions(self, text: str) -> list[Dimension]:
-        """Parses a text of a user, such as "3*o[tp] i"."""
-        found = dimensions_of(text)
-        other = {axis for each in found for axis in each.axes} - {*self.sizes}
-        require(not other, f"dims: {text!r}: mesh has no axis {', '.join(sorted(other))}")
-        return found
+    def placement(self, text: str) -> Placement:
+        """Parses a text of a user, such as "3*o[tp] i".
+
+        Raises:
+            ValueError: it is no placement on this mesh.
+        """
+        try:
+            return placement_from(text, self.sizes)
+        except Fault as fault:
+            raise ValueError(f"dims {fault}") from None
 
 
 def mesh_of(mesh: Any, meshes: Sequence[Any], weights: Any) -> Mesh | None:

@@ -1,8 +1,8 @@
 """Knows how the arrays of this process are parts of whole ones."""
 
+import contextlib
 import fnmatch
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data.about import Fault
+from lockstep.data.placement import Dimension, placement_from
+from lockstep.data.placement import Placement as Parts
 from lockstep.data.trace import OF_VARIABLES
 from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
-from lockstep.recorders.parts import (
-    Dimension,
-    as_summands,
-    dimensions_of,
-    places,
-    whole_shape,
-)
 from lockstep.recorders.torch.layout import Mesh, mesh_of
 from lockstep.recorders.torch.private import (
     check_sharded,
@@ -29,7 +25,7 @@ from lockstep.recorders.torch.private import (
     sharded_weight,
     weights_of_group,
 )
-from lockstep.recorders.torch.values import is_dtensor, to_array
+from lockstep.recorders.torch.values import is_dtensor
 from lockstep.recorders.torch.variables import Variables
 
 OF_ROWS = ("data", "y_pred", "y", "module_in", "module_out")  # And gradients by them.
@@ -49,7 +45,7 @@ class Placement:
         rank, num_ranks, replica, num_replicas: The place of this process.
         mesh: The devices on their axes; None if nothing is split.
         placements: "KIND/INDEX" → how an array is part of a whole one.
-        texts: The same by the names of weights that are no DTensors.
+        texts: Pattern of names of weights and state that are no DTensors → the same.
         dims: How inputs and outputs are split.
         is_first, is_last: Whether this process has the first or the last stage of a pipeline.
         knows_loss: Whether it is known how the losses of processes are added.
@@ -93,15 +89,18 @@ class Placement:
         reduced = {axis for each in axes for axis in each or ()}
         own: dict[str, Any] = {**dict(self.module.named_buffers()), **self.variables.weights}
         for pattern, text in dims.items():
-            found = mesh.dimensions(text)
-            self.dims |= {pattern: found} if pattern in self.dims else {}
+            found = [*mesh.placement(text).dimensions]
+            if pattern in self.dims:
+                self.dims[pattern] = found
+                continue
+            self.texts[pattern] = text
             for name in fnmatch.filter(own, pattern):
                 require(len(found) == own[name].dim(), f"dims: {text!r} is not that of {name}")
-                self.texts.setdefault(name, text)
         mesh.name_axes(reduced, self.dims["inputs"])
         if mesh.stages:
             check_sharded("pipelines")
-        idle = [p for p in dims if p not in self.dims and not fnmatch.filter(own, p)]
+        # State has a name with "/", and may not exist yet.
+        idle = [p for p in self.texts if "/" not in p and not fnmatch.filter(own, p)]
         is_known = not idle or mesh.stages  # Another stage may have them.
         require(is_known, f"dims: no weight has a name like {', '.join(idle)}")
         self.replica, self.num_replicas = mesh.place(mesh.data)
@@ -110,37 +109,43 @@ class Placement:
         self.num_parts = mesh.place(mesh.sequence)[1]
         self.knows_loss = reduced.issuperset(mesh.sequence)
 
-    def own_part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
-        """Returns this process' part of an array; all of it for a DTensor, which is split later."""
-        if name not in self.texts or not self.mesh or is_dtensor(value):
-            return whole
-        dimensions = self.mesh.dimensions(self.texts[name])
-        if len(dimensions) != whole.ndim:
-            return whole
-        return whole[places(dimensions, whole.shape, self.mesh.sizes, self.mesh.at)]
+    def given(self, name: str, slot: str = "", *, is_like: bool = True) -> str:
+        """Returns what `dims` says of a weight or a statistic; "" for nothing.
 
-    def infer(self, name: str, value: Tensor, whole: np.ndarray) -> None:
-        """Notes how a weight is split whose shape is that of a part of the one in `replay`.
-
-        Its values tell whether it is fused of several matrices, each of which is split.
+        Of a slot of its state, it is what `dims` says of "NAME/SLOT", else of the weight if the
+        array `is_like` the weight.
         """
-        if not self.mesh or len(self.mesh.model) != 1 or value.dim() != whole.ndim:
-            return
-        axis, dims = self.mesh.model[0], [f"d{k}" for k in range(whole.ndim)]
-        other = [k for k, n in enumerate(whole.shape) if n != value.shape[k]]
-        is_part = [value.shape[k] * self.mesh.sizes[axis] == whole.shape[k] for k in other]
-        if is_part != [True] or is_dtensor(value):
-            return
-        array, owner = to_array(value), name.rpartition(".")[0]
-        like = [text for x, text in self.texts.items() if x.rpartition(".")[0] == owner]
-        blocks = {max(each.blocks for each in self.mesh.dimensions(text)) for text in like}
-        if np.ptp(array):  # The values of a bias such as 0 do not tell; it is as its weight.
-            blocks = {1, 2, 3, 4, 6, 8}
-        for number in (*sorted(blocks), 1):
-            dims[other[0]] = f"{number}*d{other[0]}[{axis}]".removeprefix("1*")
-            self.texts[name] = " ".join(dims)
-            if np.array_equal(self.own_part(name, value, whole), array):
-                return
+        full = f"{name}/{slot}" if slot else name
+        found = (
+            text for pattern, text in self.texts.items()
+            if ("/" in pattern) == bool(slot) and fnmatch.fnmatchcase(full, pattern)
+        )  # fmt: skip
+        return next(found, self.given(name) if slot and is_like else "")
+
+    def asked(self, name: str, own: Sequence[int], whole: Sequence[int]) -> str:
+        """Returns how to say that a variable is a part of a larger one; "" if it cannot be one."""
+        split = [number < n for number, n in zip(own, whole, strict=False)]
+        if len(own) != len(whole) or not any(split):
+            return ""
+        axes = [*self.mesh.model, *self.mesh.sizes] if self.mesh else ["tp"]
+        words = [f"d{k}[{axes[0]}]" if is_split else f"d{k}" for k, is_split in enumerate(split)]
+        how = "" if self.mesh else "mesh= and "
+        given = f"{how}dims={{{name!r}: {' '.join(words)!r}}}"
+        return f"{name} is {tuple(own)}, and {tuple(whole)} there; if it is a part, pass {given}"
+
+    def own_part(self, text: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
+        """Returns this process' part of an array; all of it for a DTensor, which is split later."""
+        placement = self._parsed(text)
+        if is_dtensor(value) or len(placement.dimensions) != whole.ndim:
+            return whole
+        found = self._places(placement, whole.shape)
+        return whole if found is None else whole[np.ix_(*found)]
+
+    def _parsed(self, text: str) -> Parts:
+        return placement_from(text, self.mesh.sizes if self.mesh else {})
+
+    def _places(self, placement: Parts, shape: Sequence[int]) -> list[np.ndarray] | None:
+        return placement.places(shape, self.mesh.sizes, self.mesh.at) if self.mesh else None
 
     def place(self, kind: str, index: Any, value: Tensor) -> bool:
         """Notes how an array is part of the whole one; returns whether this is known."""
@@ -151,10 +156,10 @@ class Placement:
 
     def whole_shape(self, kind: str, index: Any, value: Tensor) -> tuple[int, ...]:
         """Returns the shape of the whole array of which a tensor is a part, once it is placed."""
-        text = self.placements.get(f"{kind}/{index}", "")
-        if not self.mesh or is_dtensor(value) or not text:
+        if not self.mesh or is_dtensor(value):
             return tuple(value.shape)
-        return whole_shape(text, value.shape, self.mesh.sizes)
+        placement = self._parsed(self.placements.get(f"{kind}/{index}", ""))
+        return placement.whole_shape(value.shape, self.mesh.sizes)
 
     def split_sums(self, kind: str, index: Any, shape: Sequence[int]) -> Indices | None:
         """Notes that samples of the parts of an array are summands of that of the whole.
@@ -162,12 +167,9 @@ class Placement:
         Returns:
             For each dimension, the places of this process' part in the whole; None for all.
         """
-        text = self.placements.get(f"{kind}/{index}", "")
-        if not self.mesh or not text:
-            return None
-        found, part = as_summands(text, shape, self.mesh.sizes, self.mesh.at)
-        self.placements[f"{kind}/{index}"] = found
-        return part
+        if text := self.placements.get(f"{kind}/{index}", ""):
+            self.placements[f"{kind}/{index}"] = self._parsed(text).of_sample
+        return self._places(self._parsed(text), shape)
 
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""
@@ -187,11 +189,11 @@ class Placement:
         elif self.texts and kind in OF_VARIABLES:
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
-            is_like = "of" not in variable or value.shape == self.variables.weights[name].shape
-            text = self.texts.get(name, "") if is_like else ""
+            is_like = "of" in variable and value.shape == self.variables.weights[name].shape
+            text = self.given(name, variable.get("slot", ""), is_like=is_like)
         elif self.texts and kind in ("raw", "added", "sums", "unclipped", "clipped"):
             names = [*self.variables.weights]
-            text = self.texts.get(names[index % len(names)], "")
+            text = self.given(names[index % len(names)])
         if kind in ("raw", "added", "loss") and self.num_parts > 1 and text is not None:
             text = text or " ".join(f"d{k}" for k in range(value.dim()))
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
@@ -201,10 +203,10 @@ class Placement:
         """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""
         assert self.mesh
         weight = self.variables.weights.get(f"{name}.weight", torch.zeros(1))
-        of_weight, size = self.texts.get(f"{name}.weight", ""), 1
+        of_weight, size = self.given(f"{name}.weight"), 1
         if is_dtensor(weight):  # The module may give its local output.
             of_weight = self.mesh.text_of(weight) or ""
-        dims = dimensions_of(of_weight)
+        dims = self._parsed(of_weight).dimensions
         if len(dims) != 2 or not value.dim():
             return text
         side = int("_in" in kind)  # Of the weight: outputs come first.
@@ -218,8 +220,10 @@ class Placement:
         if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
             words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
         found = " ".join(words)
-        counts = [len(re.findall(rf"[\[,(]{axis}\b", found)) for axis in self.mesh.sizes]
-        return found if max(counts) < 2 else None  # Two rules say different things.
+        with contextlib.suppress(Fault):  # Two rules say different things: an axis is there twice.
+            self._parsed(found)
+            return found
+        return None
 
     def _text_of_rows(self, kind: str, value: Tensor) -> str:
         """Returns how inputs or outputs are split: like the first input in dimensions as long."""

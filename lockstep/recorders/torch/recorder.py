@@ -65,10 +65,10 @@ class record:
         dims: How inputs are split over the axes of the mesh, as in "b[dp] s[cp:zigzag]"; or an
             object with the key "inputs", the key "outputs" if the model's outputs are split in
             another way, and patterns of the names of weights that are no DTensors but parts:
-            {"inputs": "b[dp] s", "outputs": "b[dp] s v[tp]", "*.wqkv.weight": "3*o[tp] i"}. For
-            weights without a pattern, `replay` tells how, by shapes and first values. If sequences
-            are split, loss and gradients of a rank count as parts of a mean where DDP or
-            `fully_shard` reduces over their axis; else `clipped` are the only gradients recorded.
+            {"inputs": "b[dp] s", "outputs": "b[dp] s v[tp]", "*.wqkv.weight": "3*o[tp] i"}. State
+            is split as its weight, or has patterns such as "*.weight/momentum". If sequences are
+            split, loss and gradients of a rank count as parts of a mean where DDP or `fully_shard`
+            reduces over their axis; else `clipped` are the only gradients recorded.
         first_step: Number of the first step that this process trains, as the training counts that
             `replay` has: a resumed job does not begin with step 0.
         others: Name → module or mapping of tensors whose state belongs to the training, as averages

@@ -1,5 +1,6 @@
 """Starts each step from the state of another recording."""
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.trace import STATISTIC, WEIGHT, Variable
+from lockstep.data.trace import STATISTIC, WEIGHT
 from lockstep.numeric.arrays import Named
 from lockstep.recorders.common import Request
+from lockstep.recorders.parts import rows_of
 from lockstep.recorders.states import Own, Source, States
 from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.values import assign, is_dtensor, set_random_states, to_array
+from lockstep.recorders.torch.values import assign, set_random_states
 
 _MOST_NAMED = 3  # Variables in a warning.
 
@@ -25,11 +27,6 @@ class Part(NamedTuple):
     rows: list[bytes] | None
     random: list[Tensor]
     number: int = 0
-
-
-def rows_of(batch: np.ndarray) -> list[bytes] | None:
-    """Returns the bytes of each example; None of a number."""
-    return [row.tobytes() for row in batch] if batch.ndim else None
 
 
 class Replay:
@@ -56,7 +53,7 @@ class Replay:
         self.states = States("torch", request.replay, request.wanted, request.names)
         self.path, self.trace, self.name = path, self.states.trace, self.states.name
         self.not_loaded = self.states.not_loaded
-        self.twins: dict[str, str] = {}  # Copies of a weight that the other recording has once.
+        self.asked: dict[str, str] = {}  # Of what is not loaded: what to pass if it is a part.
         # Raises an error before the training, and not in one of its steps.
         self.sources = self._match()
 
@@ -74,49 +71,34 @@ class Replay:
         pairs, mesh, states = [*self._own()], self.placement.mesh, self.states
         own = [Own(about, tuple(value.shape)) for about, value in pairs]
 
-        def fits(index: int, array: np.ndarray, is_named: bool) -> bool:
-            name, value = own[index].name, pairs[index][1]
-            if is_named and name not in self.placement.texts:
-                self.placement.infer(name, value, array)
-            return self._part(name, value, array).shape == own[index].shape
+        def fits(index: int, array: np.ndarray) -> bool:
+            part = self._part(own[index].name, pairs[index][1], array)
+            if part.shape != own[index].shape:
+                self._ask(own[index].name, own[index].shape, array)
+            return part.shape == own[index].shape
 
         is_part = bool(mesh and mesh.stages)
         found = states.sources(own, (WEIGHT, STATISTIC), is_part=is_part, fits=fits)
         sources = {own[index].name: source for index, source in found.items()}
-        values = {each.name: value for each, (_, value) in zip(own, pairs, strict=True)}
-        for index, each in enumerate(own):
-            if index in found:
+        # Names there of a weight that here are several weights.
+        tied = {name: first for first, *others in self.trace.about.tied for name in others}
+        for each in own:
+            if each.name in sources:
                 continue
-            if twin := self._twin_of(each.name, values[each.name], values):
-                sources[each.name] = sources[twin]
+            if (first := tied.get(each.name)) in sources and each.name not in states.names:
+                sources[each.name] = sources[first]
             elif each.about["kind"] == WEIGHT or each.name in states.names:
-                is_alone = mesh is not None or self.placement.num_ranks == 1
-                hint = "" if is_alone else "; or mesh=, if ranks hold parts of it"
-                raise ValueError(states.unmatched(each) + hint)
+                asked = self.asked.get(each.name)
+                raise ValueError(
+                    f"replay={self.name}: {asked}" if asked else states.unmatched(each)
+                )
         return sources
 
     def _part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
-        return self.placement.own_part(name, value, whole)
+        return self.placement.own_part(self.placement.given(name), value, whole)
 
-    def _twin_of(self, name: str, value: Tensor, own: Mapping[str, Tensor]) -> str:
-        """Returns the weight before it of which this one is a copy.
-
-        It had the same values when recording began, or the other recording says that both are one.
-        """
-        weights, is_named = self.recording.weights, name in self.states.names
-        for other, x in own.items():
-            if is_named or name in {other, *self.twins} or name not in weights:
-                break
-            if other not in weights or x.shape != value.shape:
-                continue
-            array, own_array = to_array(x), to_array(value)
-            # Not initial values such as 0.
-            is_same = np.array_equal(array, own_array) and array.size and array.std() > 0
-            if is_same or any({name, other} <= {*names} for names in self.trace.about.tied):
-                text = f"{self.name} has one weight for {other} and its copy {name}: they are"
-                warnings.warn(f"{self.path}: {text} tied there, and not here", stacklevel=2)
-                self.twins[name] = other
-        return self.twins.get(name, "")
+    def _ask(self, name: str, shape: Sequence[int], whole: np.ndarray) -> None:
+        self.asked.setdefault(name, self.placement.asked(name, shape, whole.shape))
 
     # Examples and random numbers.
 
@@ -141,7 +123,8 @@ class Replay:
             for start in range(number):
                 own, of_each = data[start * len(data) // number :], len(states) // number
                 random = states[start * of_each :][:of_each]
-                yield Part(replica, rows_of(own[0]) if own else [], random)
+                rows = rows_of(own[0]) if own and own[0].ndim else []
+                yield Part(replica, None if own and not own[0].ndim else rows, random)
 
     # Loading.
 
@@ -182,6 +165,7 @@ class Replay:
             text = ", ".join(new[:_MOST_NAMED])
             text += f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
             why = "not in it, of another shape or optimizer, or used before the step began"
+            why += next((f"; {self.asked[name]}" for name in new if self.asked.get(name)), "")
             warnings.warn(
                 f"{self.path}: step {step}: not loaded from {self.name}: {text}: {why}",
                 stacklevel=2,
@@ -189,14 +173,8 @@ class Replay:
 
     def _assign(self, name: str, value: Any, array: np.ndarray | None) -> None:
         """Assigns an array to a weight or statistic, if it fits."""
-        if array is not None:
-            array = self._part(name, value, array)
-            if tuple(array.shape) == tuple(value.shape):
-                try:
-                    assign(value, array)
-                    return
-                except (RuntimeError, TypeError, ValueError):
-                    pass  # As of a tensor that cannot be changed: it is not loaded.
+        if array is not None and _assigned(value, self._part(name, value, array)) is not None:
+            return
         if array is not None or self.states.framework == "torch":
             self.not_loaded[name] = None
 
@@ -217,7 +195,11 @@ class Replay:
         owners = self.recording.variables.owners_of(name)
         same = [x for x in owners if type(x).__name__ == classes.get(source)]
         if not same:
-            self._load_slots(name, p, slots, owners)
+            for v, array in slots:  # Those that an optimizer of another class has, too.
+                state = next((x.state[p] for x in owners if v.slot in x.state.get(p, {})), None)
+                if state is not None:
+                    is_like = array.shape == before[source].shape
+                    self._load_slot(state, name, v.slot, state[v.slot], array, is_like=is_like)
             return
         # Of several that update it, the one that keeps such state.
         known = {variable.slot for variable, _ in slots}
@@ -232,67 +214,44 @@ class Replay:
         state = dict(old)  # Keeps slots that the file lacks, as of another setting.
         for v, array in slots:
             is_like = array.shape == before[source].shape
-            array = self._part(name, p, array) if is_like else array
             new = torch.zeros_like(p) if is_like else torch.tensor(array)
-            loaded = _loaded(new if old.get(v.slot) is None else old[v.slot], array, self.placement)
-            if loaded is None:
-                self.not_loaded[f"{name}/{v.slot}"] = None
-            else:
-                state[v.slot] = loaded
+            value = new if old.get(v.slot) is None else old[v.slot]
+            self._load_slot(state, name, v.slot, value, array, is_like=is_like)
         optimizer.state[p] = state
 
-    def _load_slots(
-        self, name: str, p: Tensor, slots: Sequence[tuple[Variable, np.ndarray]], owners: Any
-    ) -> None:
-        """Loads what an optimizer of another class has, too."""
-        for variable, array in slots:
-            slot = variable.slot
-            state = next((x.state[p] for x in owners if slot in x.state.get(p, {})), None)
-            if state is None:
-                continue
-            loaded = None
-            if state[slot] is not None:
-                shape = getattr(state[slot], "shape", ())
-                array = self._part(name, p, array) if array.shape != tuple(shape) else array
-                loaded = _loaded(state[slot], array, self.placement)
-            if loaded is None:
-                self.not_loaded[f"{name}/{slot}"] = None
-            else:
-                state[slot] = loaded
+    def _load_slot(
+        self, state: dict[str, Any], name: str, slot: str, value: Any, array: np.ndarray, *,
+        is_like: bool,
+    ) -> None:  # fmt: skip
+        """Puts an array, or the part of it that this rank has, into a slot that has a value.
+
+        Args:
+            state: the state of a weight, which changes.
+            name, slot: of the weight, and the key in `state`.
+            value: a tensor or number, which gets the values.
+            array: the whole array.
+            is_like: whether that has the shape of the whole weight.
+        """
+        key = f"{name}/{slot}"
+        if isinstance(value, Tensor):
+            text = self.placement.given(name, slot, is_like=is_like)
+            array = self.placement.own_part(text, value, array)
+            found = _assigned(value, array)
+            if found is not None:
+                state[slot] = found
+                return
+            self._ask(key, tuple(value.shape), array)
+        elif isinstance(value, bool | int | float) and array.size == 1:
+            state[slot] = type(value)(array.item())
+            return
+        self.not_loaded[key] = None
 
 
-def _loaded(old: Any, array: np.ndarray, placement: Any) -> Any:
-    """Returns a slot of optimizer state with the values of an array; None if it does not fit.
-
-    A rank may have a part of the state: the chunk along one dimension that is nearest to its own
-    values, or the one of its number where all are as near.
-    """
-    if not isinstance(old, Tensor):
-        is_number = isinstance(old, bool | int | float) and array.size == 1
-        return type(old)(array.item()) if is_number else None
-    if tuple(old.shape) != array.shape and not is_dtensor(old):
-        part = _nearest_part(to_array(old), array, placement.rank, placement.num_ranks)
-        if part is None:
-            return None
-        array = part
-    try:
-        return assign(old, array)
-    except (RuntimeError, TypeError, ValueError):
+def _assigned(value: Tensor, array: np.ndarray) -> Tensor | None:
+    """Returns a tensor with the values of an array; None if it has another shape, or stays."""
+    if tuple(value.shape) != array.shape:
         return None
-
-
-def _nearest_part(
-    own: np.ndarray, whole: np.ndarray, rank: int, num_ranks: int
-) -> np.ndarray | None:
-    """Returns the chunk of an array that has the shape of `own` and is nearest to it."""
-    sizes = [*zip(own.shape, whole.shape, strict=False)]
-    split = [k for k, (size, of_whole) in enumerate(sizes) if size != of_whole]
-    if own.ndim != whole.ndim or len(split) != 1 or not own.size:
-        return None
-    size, of_whole = sizes[split[0]]
-    if of_whole % size:
-        return None
-    chunks = np.split(whole, of_whole // size, split[0])
-    first = chunks[rank : rank + 1] if len(chunks) == num_ranks else []
-    with np.errstate(all="ignore"):
-        return min([*first, *chunks], key=lambda x: float(np.nan_to_num(np.abs(x - own).max())))
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):  # It cannot be changed.
+        found: Tensor = assign(value, array)
+        return found
+    return None

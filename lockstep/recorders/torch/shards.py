@@ -1,6 +1,5 @@
 """Runs the model, in one process, for each replica's part of the batch in another recording."""
 
-import collections
 import contextlib
 import functools
 import warnings
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
+from lockstep.recorders.parts import places_of
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import buffers_of, tree_leaves, tree_map_only
 from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.replay import Part, Replay, rows_of
+from lockstep.recorders.torch.replay import Part, Replay
 from lockstep.recorders.torch.values import (
     random_states,
     set_random_states,
@@ -150,18 +150,12 @@ class ShardRunner:
             found = [(left[p.replica], rows) for p, rows in self.found if p.replica in left]
             is_whole = sum(len(rows) for _, rows in found) == len(batch)
             return self._taken(found if is_whole else [])
-        places = collections.defaultdict(list)
-        for place, row in enumerate(rows_of(to_array(batch)) or ()):
-            places[row].append(place)
+        places = places_of(to_array(batch), [part.rows or [] for part in self.parts])
         found = []
-        for part in self.parts:
-            counts = collections.Counter(part.rows or ())
-            if counts and all(len(places[row]) >= count for row, count in counts.items()):
-                rows = [places[row].pop(0) for row in part.rows or ()]
+        for part, rows in zip(self.parts, places or [[]] * len(self.parts), strict=True):
+            if rows:
                 rows = rows if self.seed is None else sorted(rows)
                 found.append((part, torch.tensor(rows, device=batch.device)))
-        if any(places.values()):
-            return []
         return self._taken(sorted(found, key=lambda pair: -pair[0].replica))
 
     def _taken(self, found: list[tuple[Part, Tensor]]) -> list[tuple[Part, Tensor]]:

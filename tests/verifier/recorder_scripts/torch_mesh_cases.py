@@ -191,24 +191,24 @@ class Reduce(torch.autograd.Function):
 
 
 def case_plain_weights():
-    """DDP over weights that the script splits itself: `replay` tells how, or `dims`."""
+    """DDP over weights that the script splits itself, as `dims` says; without it, it is asked."""
     mesh = meshes("dp", "tp")
     data, group = (mesh.get_local_rank("dp"), 2), mesh["dp"].get_group()
     split = {"fused.weight": "2*o[tp] i", "fused.bias": "2*o[tp]", "down.weight": "o 2*i[tp]"}
     split["inputs"] = "b[dp] s"
-    for path, options in {
-        "plain.npz": {"replay": ONE},
-        "plain_dims.npz": {"dims": split},
-        "plain_again.npz": {"replay": "plain.npz"},
-    }.items():
+    model = TensorParallel(mesh["tp"])
+    options = {"mesh": mesh, "dims": {}, "replay": ONE}
+    expected = f"replay={ONE}: fused.weight is (6, 6), and (12, 6) there; if it is a part, pass"
+    expected += " dims={'fused.weight': 'd0[tp] d1'}"
+    refused(expected, record_torch.record, "x.npz", model, adamw(model), **options)
+    for path, replay in (("plain.npz", ONE), ("again.npz", None), ("plain_again.npz", "plain.npz")):
         model = DistributedDataParallel(TensorParallel(mesh["tp"]), process_group=group)
-        train_part(model, path, data, mesh=mesh, **options)
+        train_part(model, path, data, mesh=mesh, dims=split, replay=replay)
         trace = assert_same_as_one(path.removesuffix(".npz"))
         assert trace.about["data_axes"] == ["dp"]
         shapes = {name: x.shape for name, x in trace.kind("before", 1).items()}
         assert shapes["fused.weight"] == (6, 6) and shapes["down.weight/exp_avg"] == (5, 6)
-        of_state = placements(trace, "before")["down.weight/exp_avg"]
-        assert of_state == ("o 2*i[tp]" if "dims" in options else "d0 2*d1[tp]")
+        assert placements(trace, "before")["down.weight/exp_avg"] == "o 2*i[tp]"
         assert placements(trace, "sums")["fused.bias"].startswith("2*")
 
 

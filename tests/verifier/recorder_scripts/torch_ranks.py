@@ -248,10 +248,17 @@ def case_owned_state():
         train(model, optimizer, f"{name}.npz", steps_of, 3, given=None, replay="single.npz")
         verdict = of_all_ranks(name) and compare("single.npz", f"{name}.npz")
         assert verdict.ok == is_right, str(verdict)
-    for name, node in (("rows", ""), ("sum", "sum")):
-        options = {"divides": not node, "replay": "rows_of_one.npz"}
-        told = warnings_of(train_rows, f"{name}.npz", **options)
-        assert not [text for text in told if "not loaded" in text]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    rows = {"*.weight/momentum_of_rows": "o[dp] i", "*.bias/momentum_of_rows": "o[dp]"}
+    asked = "pass mesh= and dims={'first.weight/momentum_of_rows': 'd0[tp] d1'}"
+    for name, node, layout in (
+        ("rows", "", {"mesh": mesh, "dims": rows}),
+        ("sum", "sum", {"mesh": mesh, "dims": rows}),
+        ("unknown_rows", "", {}),
+    ):
+        options = {"divides": not node, "replay": "rows_of_one.npz", **layout}
+        told = "".join(warnings_of(train_rows, f"{name}.npz", **options))
+        assert ("not loaded" in told, asked in told) == (not layout, not layout), told
         trace = of_all_ranks(name)
         assert node_of(compare("rows_of_one.npz", f"{name}.npz")) == node
         assert trace.kind("before", 2)["first.weight/momentum_of_rows"].shape == (4, 64)
@@ -267,8 +274,14 @@ def case_mesh():
     assert about["placements"]["data/0"] == "b[dp] d1 d2 d3"
     for expected, options in {
         "dims: needs mesh=": {"dims": "b[dp]"},
-        "dims: 'b[cp]': mesh has no axis cp": {"dims": "b[cp]", "mesh": mesh},
-        "dims: 'b[dp' in 'b[dp'": {"dims": "b[dp", "mesh": mesh},
+        "dims has a placement 'b[cp]' with an axis twice, or not on": {
+            "dims": "b[cp]",
+            "mesh": mesh,
+        },
+        "dims has a placement 'b[dp', which cannot be read": {
+            "dims": "b[dp",
+            "mesh": mesh,
+        },
         "dims: 'o i' is not that of 4.bias": {"dims": {"4.*": "o i"}, "mesh": mesh},
     }.items():
         model = network()
