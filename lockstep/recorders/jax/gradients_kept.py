@@ -85,7 +85,7 @@ class GradientsKept:
 
     def place(
         self, found: _Columns, placements: dict[str, str], sizes: Mapping[str, int],
-        variables: Sequence[Mapping[str, Any]],
+        variables: Sequence[Mapping[str, Any]], batch_axes: Sequence[str],
     ) -> None:  # fmt: skip
         """Says how gradients on a mesh are parts, and leaves out those of which it is not known.
 
@@ -96,6 +96,7 @@ class GradientsKept:
             placements: KIND/INDEX → how arrays are parts, which changes.
             sizes: axis of the mesh → its size.
             variables: the descriptions of the state.
+            batch_axes: the axes that split the examples.
         """
         parts = {
             variable["name"]: (found["before"][index][0].shape, placements[f"before/{index}"])
@@ -112,6 +113,10 @@ class GradientsKept:
                 placements[f"{kind}/{index}"] = text
                 shapes.append(whole_shape(text, shape, sizes))
             self._check(found, kind, shapes, wholes)
+        raw = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
+        if split := {axis for each in dimensions_of(raw) for axis in each.axes} & {*batch_axes}:
+            why = f"it is split over {min(split)!r}, an axis of the batch; keep sums as 'sums' only"
+            self._leave_out(found, "raw", why)
         for key in [key for key in placements if key.split("/")[0] in {*GRADIENTS} - {*found}]:
             del placements[key]
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -318,10 +317,8 @@ class record:
                 placements[key] = placement_of(sharding.spec, ndim, kind == "data")
                 if kind == "before" and "start" in found:
                     placements[f"start/{place}"] = placements[key]
-        self._gradients.place(found, placements, sizes, self._about["variables"])
-        raw = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
-        split = {*",".join(re.findall(r"\[(.*?)\]", raw)).split(",")} & {*replicas.batch_axes}
-        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
+        variables, data_axes = self._about["variables"], replicas.batch_axes
+        self._gradients.place(found, placements, sizes, variables, data_axes)
         return {
             "mesh": sizes,
             "data_axes": data_axes,

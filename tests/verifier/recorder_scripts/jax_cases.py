@@ -243,6 +243,22 @@ def case_parts_that_are_kept():
             assert left_out == (specs is None)
 
 
+def case_gradients_that_jax_sums():
+    """Parts of gradients over an axis of the batch are sums: they are no terms of a sum."""
+    options = {"arguments": {"params": 0, "batch": (1, 2)}, "outputs": {"params": 0, "loss": 1}}
+    options |= {"optimizer": {"class": "SGD", "learning_rate": 0.1}, "steps": 3}
+    record("one", gathering_step(1), scattering_loop, **options)
+    for bug, node in (("", ""), ("sum", "sum")):
+        step = gathering_step(2, bug)
+        run = partial(scattering_loop, num_devices=2)
+        record("two", step, run, **options, replay="one.npz")
+        about = Trace("two").about
+        assert about["data_axes"] == ["d"] and about["num_replicas"] == 2
+        assert about["left_out"][0].startswith("keep('raw'): it is split over 'd', an axis of")
+        verdict = compare("one.npz", "two.npz")
+        assert node_of(verdict) == node, str(verdict)
+
+
 def case_weights_of_kept_gradients():
     """A tree of a part of the weights, a list in their order; others are not known."""
     known = ["a/bias", "a/kernel", "b/kernel"]
@@ -553,6 +569,7 @@ CASES = {
         *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
         *(case_rounding_of_products, case_ids, case_weights_of_state, case_scans),
         *(case_errors, case_parts_that_are_kept, case_weights_of_kept_gradients),
+        case_gradients_that_jax_sums,
     ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),
