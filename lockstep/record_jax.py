@@ -1,6 +1,6 @@
 """Records steps of a JAX training, with each replica's results, in a file of plain arrays.
 
-It needs JAX 0.6 or newer.
+It needs JAX 0.8 or newer.
 
     from lockstep import record_jax
 

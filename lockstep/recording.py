@@ -17,9 +17,28 @@ _WHAT_TO_PASS = (
 )
 
 
-def record(
-    model: Any = None, optimizer: Any = None, **options: Any
-) -> contextlib.AbstractContextManager[Any]:
+class Block(contextlib.ExitStack):
+    """A recording: a `with` block, or from `start` to `stop` where a script has no block to indent.
+
+    Without `stop`, as in a script that fails, the recording is unfinished, and says so.
+    """
+
+    def __init__(self, recorder: contextlib.AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def start(self) -> Any:
+        """Begins the recording; returns what `with … as` gives, in JAX the step to call."""
+        return self.enter_context(self._recorder)
+
+    __enter__ = start
+
+    def stop(self) -> None:
+        """Ends the recording."""
+        self.close()
+
+
+def record(model: Any = None, optimizer: Any = None, **options: Any) -> Block:
     """Records the training in a `with` block, if the variable `LOCKSTEP_RECORD` says so.
 
     `python -m lockstep run` and `lockstep.assert_same_training` set it. In any other run, the block
@@ -36,8 +55,9 @@ def record(
             `record_keras.record` or `record_jax.record`.
 
     Returns:
-        A context manager. In JAX, `with … as train_step` gives the step to call; in Keras, `as
-        recorder` gives an object whose method `wrap` takes the step of a custom loop.
+        A context manager, which also has methods `start` and `stop`. In JAX, `with … as train_step`
+        gives the step to call; in Keras, `as recorder` gives an object whose method `wrap` takes
+        the step of a custom loop. `start` returns the same.
 
     Raises:
         ValueError: the model is none of a framework that can be recorded, or an argument is wrong.
@@ -53,10 +73,10 @@ def record(
     if recorder == "record_jax":
         _require_places(options)
     if not os.environ.get("LOCKSTEP_RECORD"):
-        return _NotRecording(model if recorder == "record_jax" else None)
+        return Block(_NotRecording(model if recorder == "record_jax" else None))
     given = {} if optimizer is None else {"optimizer": optimizer}
-    start: Callable[..., Any] = importlib.import_module(f"lockstep.{recorder}").record
-    return start(None, model, **given, **options)
+    recorder_of: Callable[..., Any] = importlib.import_module(f"lockstep.{recorder}").record
+    return Block(recorder_of(None, model, **given, **options))
 
 
 def _recorder_of(model: Any) -> str:

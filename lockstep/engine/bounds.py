@@ -6,6 +6,7 @@ step from the size of the batch, its layers and what is summed. Nothing changes 
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,8 +23,10 @@ from lockstep.numeric.arrays import (
     UNITS,
     Named,
     distance,
+    norm,
     norm_in,
     ratio,
+    same_values,
     stored,
     unit_of,
     wide,
@@ -91,8 +94,10 @@ def bound_of(reference: Trace, permuted: Trace | None, given: float | None = Non
         times = 2 * IN_16_BITS if has_norms else IN_16_BITS
         bound = Tolerance("", times, unit, of_largest=1.0 if has_norms else OF_LARGEST)
     else:
-        text, spread = "float32", _spread(reference, permuted) if permuted else {}
-        bound = Tolerance("", WITH_SPREAD if spread else WITHOUT_SPREAD, unit, spread)
+        text, pairs = "float32", _permuted_pairs(reference, permuted) if permuted else []
+        spread, moved = _spread(pairs), functools.cache(functools.partial(_moved, pairs))
+        times = WITH_SPREAD if spread else WITHOUT_SPREAD
+        bound = Tolerance("", times, unit, spread, moved=moved)
         text += (
             f" and {MARGIN} times the effect of permuting the examples" if spread else
             ", by the size of the batch; record the reference with permute=1, too, to compute it"
@@ -114,15 +119,33 @@ def _unit_of(trace: Trace) -> tuple[float, str]:
     return next(((UNITS[name], name) for name in UNITS if UNITS[name] == unit), (EPS, ""))
 
 
-def _spread(reference: Trace, permuted: Trace) -> dict[str, float]:
+def _permuted_pairs(reference: Trace, permuted: Trace) -> list[Pair]:
+    """Returns the steps that begin equally with permuted examples."""
+    matching = Matching(reference, permuted, {})
+    steps = [
+        [Step(x, x.steps.index(number)) for x in (reference, permuted)]
+        for number in sorted({*reference.steps} & {*permuted.steps})
+    ]
+    pairs = [Pair(first, second, matching) for first, second in steps]
+    return [pair for pair in pairs if pair.starts_equally]
+
+
+def _moved(pairs: Sequence[Pair], name: str) -> float:
+    """Returns how far permuted examples move the change of a variable, as part of it."""
+    found = 0.0
+    for pair in pairs:
+        for variable in [v for v in pair.variables if v.first == name]:
+            first, own = pair.state(variable), pair.state(variable, 0)
+            if first is not None and own is not None and same_values(first.old, own.old):
+                far = distance(own.new, first.new)
+                found = max(found, ratio(far, norm(first.change)))
+    return found
+
+
+def _spread(pairs: Sequence[Pair]) -> dict[str, float]:
     """Returns weight → how far permuted examples move its gradient, in parts of the largest."""
     found: dict[str, float] = {}
-    matching = Matching(reference, permuted, {})
-    for number in {*reference.steps} & {*permuted.steps}:
-        first, second = (Step(x, x.steps.index(number)) for x in (reference, permuted))
-        pair = Pair(first, second, matching)
-        if not (pair.names and pair.starts_equally):
-            continue
+    for pair in pairs:
         largest = max((norm_in(pair.right_sum, name) for name in pair.names), default=0.0)
         for name in pair.names:
             far = distance(stored(pair.sums[0], name), stored(pair.right_sum, name))

@@ -20,6 +20,7 @@ from lockstep.engine.pair import Pair, State, Variable
 from lockstep.numeric import state_bounds as bounds
 from lockstep.numeric.arrays import (
     EPS,
+    MARGIN,
     TINY,
     Array,
     Lazy,
@@ -38,7 +39,7 @@ from lockstep.numeric.arrays import (
     wide,
 )
 from lockstep.numeric.sampling import with_sums
-from lockstep.numeric.tolerance import Tolerance
+from lockstep.numeric.tolerance import MOST_BY_ROUNDING, SMALL_PART, Tolerance
 from lockstep.oracles.rules import IN_GRADIENT, SLOTS_OF_RULES, RuleOracle
 
 # State is loaded before each step; what has drifted further than float32's sums is another one.
@@ -138,7 +139,39 @@ class Claim:
             is_lost = variable.kind == STATE and len(self.pair.copies) > 1
             return Change(variable, copy, np.inf if is_lost else None, 0, is_kept)
         share, unknown = self.compared(variable, copy, first, own)
+        if share is not None and 1 < share < np.inf:
+            share, unknown = self._by_permuting(variable, first, own, share)
         return Change(variable, copy, share, unknown, is_kept)
+
+    def _by_permuting(
+        self, variable: Variable, first: State, own: State, share: float
+    ) -> tuple[float | None, int]:
+        """Returns share and unknown elements of a change, by what permuted examples make of it.
+
+        Without recorded gradients, these alone show how far rounding moves a change, in its norm.
+        One that they change as a whole is rounding alone, in this size.
+        """
+        if variable.kind == STATISTIC or variable.weight in self.pair.names:
+            return share, 0
+        change = norm(first.change)
+        allowed = MARGIN * self.bound.moved(variable.first) * change
+        if variable.weight not in self._near_zero:
+            allowed = min(allowed, MOST_BY_ROUNDING * change)
+        share = min(share, distance(own.change, first.change) / (allowed + TINY))
+        return (None, int(np.size(first.new))) if share <= 1 and allowed >= change else (share, 0)
+
+    @functools.cached_property
+    def _near_zero(self) -> set[str]:
+        """The weights of which a step changes some state much less than that of others."""
+        found, sizes = set[str](), dict[str, dict[str, float]]()
+        for variable in self.pair.variables:
+            state = self.pair.state(variable) if variable.kind in (WEIGHT, STATE) else None
+            if state is not None and variable.weight:
+                sizes.setdefault(variable.slot, {})[variable.weight] = norm(state.change)
+        for of_slot in sizes.values():
+            largest = max(of_slot.values())
+            found |= {name for name, size in of_slot.items() if size < SMALL_PART * largest}
+        return found
 
     def compared(
         self, variable: Variable, copy: int, first: State, own: State

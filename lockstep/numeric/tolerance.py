@@ -51,7 +51,7 @@ Behind BatchNorm and ReLU, ties move gradients by up to 3.5e-3 of their size. On
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ TIES, TIES_ALONE = 1e-2, 1e-3
 ALONG, NEARLY_ALONG = 0.5, 0.95
 MANY, FEW = 64, 4
 MOST_BY_ROUNDING = 1e-2
-_SMALL_PART = 1e-2  # Of the largest tensor; the spread of a smaller one may be larger than it is.
+SMALL_PART = 1e-2  # Of the largest tensor; the spread of a smaller one may be larger than it is.
 KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
 
 Expression = Sequence[tuple[float, Named]]  # Coefficients and terms of a sum.
@@ -178,6 +178,8 @@ class Tolerance:
         of_largest: part of the largest tensor that counts.
         zero: units of the largest tensor below which a gradient counts as 0.
         summed: name of a weight in the reference → Σ |c|‖t‖ of what the shards send.
+        moved: returns how far permuted examples move the change of a variable of the reference, as
+            part of that change.
     """
 
     text: str = ""
@@ -189,6 +191,7 @@ class Tolerance:
     of_largest: float = 1.0
     zero: float = 0.0
     summed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    moved: Callable[[str], float] = lambda name: 0.0
 
     def shares(
         self, observed: Named, expression: Expression, names: Sequence[str] | None = None
@@ -226,9 +229,9 @@ class Tolerance:
 
     def _allowed(self, name: str, size: float, largest: float, most: float) -> float:
         if self.given:
-            return self.given * max(size, _SMALL_PART * largest) + TINY
+            return self.given * max(size, SMALL_PART * largest) + TINY
         by_order = MARGIN * self.spread.get(name, 0.0) * max(most, 1.0) * largest
-        by_order = min(by_order, MOST_BY_ROUNDING * max(size, _SMALL_PART * largest))
+        by_order = min(by_order, MOST_BY_ROUNDING * max(size, SMALL_PART * largest))
         return self.times * self.unit * (size + self.of_largest * largest) + by_order + TINY
 
     def fits(
@@ -241,7 +244,7 @@ class Tolerance:
         """Returns name → relative distance of the arrays that are not the sum of some terms."""
         expression = [(1.0, term) for term in terms]
         sizes = {name: size_of(expression, name) for name in observed}
-        least = max(_SMALL_PART * max(sizes.values(), default=0.0), TINY)
+        least = max(SMALL_PART * max(sizes.values(), default=0.0), TINY)
         found = {}
         for name, share in self.shares(observed, expression).items():
             if not share <= 1:

@@ -240,6 +240,24 @@ def test_states_alone_show_a_right_training_and_a_sum():
         assert (*place_of(verdict), verdict.name) == (FAULT, "sum", 0, "sum_instead_of_mean")
 
 
+@pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])
+def test_without_gradients_what_permuted_examples_move_is_rounding(optimizer):
+    def of_bias(script, replica, gradients):
+        """That of a bias before a normalisation."""
+        noise = np.random.default_rng(10 * script.replicas + (script.permute or 0))
+        return [gradients[0], noise.normal(size=gradients[1].shape) * 1e-8]
+
+    first = {**optimizer, **WITHOUT_GRADIENTS, "gradient": of_bias}
+    verdict = judged(first, WITHOUT_GRADIENTS)
+    assert verdict.status == CLEAN and verdict.num_unknown, str(verdict)
+    trained = {"gradient": lambda script, replica, gradients: gradients}
+    verdict = judged(first, {**WITHOUT_GRADIENTS, **trained})
+    assert place_of(verdict) == (FAULT, "update", 0), str(verdict)
+    assert all("bias" in name for name in verdict.place.tensors), str(verdict)
+    verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
+    assert (verdict.status, verdict.name) == (FAULT, "sum_instead_of_mean"), str(verdict)
+
+
 def test_nan_in_both_is_never_clean():
     verdict = judged(with_outputs(np.nan), with_outputs(np.nan))
     assert verdict.status == NOT_VERIFIED and "NaN in both in step 0, 1, 2" in str(verdict.missing)

@@ -1,5 +1,6 @@
 """`lockstep.record`: finds the framework, and records only when a variable says so."""
 
+import contextlib
 import json
 import sys
 import types
@@ -46,6 +47,18 @@ def test_with_the_command_a_model_of_keras_is_recorded(model, monkeypatch, tmp_p
     assert trace.about.framework == "keras" and tuple(trace.steps) == (0,)
 
 
+def test_a_script_begins_and_ends_the_recording_without_a_block(model, monkeypatch, tmp_path):
+    recorder = lockstep.record(model)
+    assert recorder.start().wrap(fit) is fit
+    recorder.stop()
+    ask(monkeypatch, tmp_path / "one.npz", modules=False)
+    recorder = lockstep.record(model, steps=3)
+    recorder.start()
+    fit(model)
+    recorder.stop()
+    assert tuple(load(tmp_path / "one.npz").steps) == (0,)
+
+
 def test_several_models_of_keras_are_recorded(model, monkeypatch, tmp_path):
     keras.utils.set_random_seed(0)
     second = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="second")])
@@ -68,7 +81,9 @@ def test_several_models_of_keras_are_recorded(model, monkeypatch, tmp_path):
 @pytest.fixture
 def jax(monkeypatch):
     """A module that stands for JAX, and one for its recorder, which returns its arguments."""
-    recorder = types.SimpleNamespace(record=lambda *args, **options: (args, options))
+    recorder = types.SimpleNamespace(
+        record=lambda *args, **options: contextlib.nullcontext((args, options))
+    )
     monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
     monkeypatch.setitem(sys.modules, "lockstep.record_jax", recorder)
 
@@ -79,9 +94,8 @@ def test_a_step_of_jax_is_passed_on_with_all_options(jax, monkeypatch):
         assert step is fit
     ask(monkeypatch, "one.npz")
     settings = {"class": "SGD"}
-    assert lockstep.record(fit, settings, **places, pmap=True) == (
-        (None, fit), {"optimizer": settings, "pmap": True, **places}
-    )  # fmt: skip
+    given = (None, fit), {"optimizer": settings, "pmap": True, **places}
+    assert lockstep.record(fit, settings, **places, pmap=True).start() == given
     with pytest.raises(ValueError, match=r"^outputs: missing; pass where the arrays of the step"):
         lockstep.record(fit, arguments={})
 

@@ -4,4 +4,4 @@ import jax
 
 from lockstep.recorders.common import check_version
 
-check_version("record_jax", "JAX", jax.__version__, (0, 6))
+check_version("record_jax", "JAX", jax.__version__, (0, 8))

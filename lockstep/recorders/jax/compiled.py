@@ -1,47 +1,57 @@
-"""What a compiled step tells: where it wants its arguments, and in which dtype it computes."""
+"""What JAX tells of a step without running it: devices, results, and dtype of its products."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import is_array, is_split, plain
-from lockstep.recorders.jax.private import sharding_of_pmap
+from lockstep.recorders.jax.trees import flatten
 
 
-def placed_leaves(step: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves of the arguments, on the devices where the compiled step wants them."""
-    leaves = jax.tree.leaves((args, kwargs))
-    if not hasattr(step, "lower"):
-        return leaves
-    compiled = step.lower(*args, **kwargs).compile()
-    if not hasattr(compiled, "in_tree"):
-        return leaves  # Of `equinox.filter_jit`, whose arguments are arrays on their devices.
-    try:
-        shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
-    except AttributeError:  # Before JAX 0.7, of pmap.
-        return [on_devices(leaf, len(jax.local_devices())) for leaf in leaves]
-    arrays = [i for i, a in enumerate(leaves) if is_array(a)]  # Others are static arguments.
-    for index, sharding in zip(arrays, shardings, strict=True):
-        if sharding and len(sharding.device_set) > 1 and not is_split(leaves[index]):
-            leaves[index] = jax.device_put(leaves[index], sharding)
-    return leaves
+class Lowered:
+    """A step that is lowered for some arguments; one that JAX does not compile tells nothing."""
+
+    def __init__(self, step: Any, args: Any, kwargs: Any) -> None:
+        self._lowered = step.lower(*args, **kwargs) if hasattr(step, "lower") else None
+        self._shardings: list[Any] = []
+        compiled: Any = self._lowered.compile() if self._lowered else None
+        if hasattr(compiled, "in_tree"):  # Not of `equinox.filter_jit`.
+            self._shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+
+    def placed(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves of the arguments, on the devices where the step wants them."""
+        placed = [*leaves]
+        arrays = [i for i, a in enumerate(leaves) if is_array(a)]  # Others are static arguments.
+        for index, sharding in zip(arrays, self._shardings, strict=bool(self._shardings)):
+            if sharding and len(sharding.device_set) > 1 and not is_split(leaves[index]):
+                placed[index] = jax.device_put(leaves[index], sharding)
+        return placed
+
+    def computed_in(self) -> str:
+        """Returns the dtype to which its products round, or ""; see `dtype_of`."""
+        text = self._lowered.as_text() if self._lowered else ""
+        return dtype_of(text, jax.default_backend())
 
 
-def on_devices(leaf: Any, most: int) -> Any:
-    """Returns an array whose first axis may be that of devices, one row on each, as pmap does."""
-    number = next(iter(np.shape(leaf)), 0)
-    if not 1 < number <= most or is_split(leaf):
-        return leaf
-    data, devices = plain(leaf), jax.local_devices()[:number]
-    return jax.device_put(data, sharding_of_pmap(data.shape, devices))
+def result_of(step: Any, args: Any, kwargs: Any) -> tuple[list[str], list[Any]]:
+    """Returns paths of the arrays of a step's result, and arrays of their shapes and dtypes."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    names = list[str]()
 
+    def arrays_of(given: dict[int, Any]) -> list[Any]:
+        own = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, own)
+        paths, results, _ = flatten(step(*args, **kwargs))
+        names.extend(path for path, leaf in zip(paths, results, strict=True) if is_array(leaf))
+        return [plain(leaf) for leaf in results if is_array(leaf)]
 
-def computed_in(step: Any, args: Any, kwargs: Any) -> str:
-    """Returns the dtype to which a compiled step's products round, or ""; see `dtype_of`."""
-    text = step.lower(*args, **kwargs).as_text() if hasattr(step, "lower") else ""
-    return dtype_of(text, jax.default_backend())
+    # Numbers stay as they are: they may be static arguments.
+    given = {index: leaf for index, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+    shapes = jax.eval_shape(arrays_of, given)
+    return names, [np.broadcast_to(np.zeros((), each.dtype), each.shape) for each in shapes]
 
 
 def dtype_of(text: str, platform: str) -> str:

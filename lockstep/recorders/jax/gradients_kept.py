@@ -6,17 +6,17 @@ together, is left out, and the verdict says so.
 
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from lockstep.data.placement import placement_from
 from lockstep.data.trace import WEIGHT
 from lockstep.recorders.jax.keeping import GRADIENTS
+from lockstep.recorders.jax.trees import part_with_structure, weights_of
 
-_DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
 _Columns = dict[str, Any]  # Kind → for each array, that of each replica here.
 
 
@@ -32,31 +32,31 @@ class GradientsKept:
         self.names, self.left_out = list[str](), dict[str, None]()
 
     def match(
-        self, found: _Columns, kept: Mapping[str, Sequence[str]], weights: Sequence[str],
-        given: Mapping[str, str],
-    ) -> dict[str, str]:  # fmt: skip
+        self, found: _Columns, kept: Mapping[str, Any], weights: Any, given: Mapping[str, str]
+    ) -> dict[str, str]:
         """Sorts the gradients of a step by `names`, to which it adds those that are new.
 
         Args:
             found: kind → columns, which changes; [] is that of a weight without a gradient.
-            kept: kind → the paths of the arrays that the step keeps.
-            weights: the names of the weights, which are the first arrays of "before".
+            kept: kind → the tree that the step keeps, with the paths of its arrays.
+            weights: the tree of the weights, with their names; they are the first of "before".
             given: KIND/INDEX → how the arrays of `keep` are parts, where the step says so.
 
         Returns:
             `given` with the indices that the gradients have now.
         """
         placements = {k: text for k, text in given.items() if k.split("/")[0] not in GRADIENTS}
+        known = jax.tree.leaves(weights)
+        shapes = [column[0].shape for column in found["before"][: len(known)]]
         for kind in GRADIENTS:
             if kind not in found:
                 continue
-            own = matched(kept.get(kind, ()), weights)
-            shapes = [column[0].shape for column in found["before"][: len(weights)]]
+            own = matched(kept[kind], weights, known)
             if own is None and (unraveled := _unraveled(found[kind], shapes)):
-                own, found[kind] = [*weights], unraveled
-            if own is None or len(own) != len(found[kind]):
-                paths = ", ".join([*kept.get(kind, ())][:3])
-                self._leave_out(found, kind, f"its arrays match no weights by name: {paths}")
+                own, found[kind] = known, unraveled
+            if own is None:
+                paths = ", ".join(jax.tree.leaves(kept[kind])[:3])
+                self._leave_out(found, kind, f"its arrays match no weights by structure: {paths}")
                 continue
             self.names += [name for name in own if name not in self.names]
             columns = dict(zip(own, found[kind], strict=True))
@@ -76,9 +76,7 @@ class GradientsKept:
             placements: KIND/INDEX → how arrays are parts, as far as it is known.
             shapes: weight → its shape.
         """
-        for kind in GRADIENTS:
-            if kind not in found:
-                continue
+        for kind in (kind for kind in GRADIENTS if kind in found):
             columns = found[kind]
             for index, (name, column) in enumerate(zip(self.names, columns, strict=False)):
                 if column and column[0].shape != shapes[name]:
@@ -91,8 +89,7 @@ class GradientsKept:
     ) -> None:  # fmt: skip
         """Says how gradients on a mesh are parts, and leaves out those of which it is not known.
 
-        Without `specs`, an array that has the shape of a device's part of the weight, or of a state
-        of its optimizer, is such a part.
+        Without `specs`, the gradient of a device's part of a weight is a part as the weight is.
 
         Args:
             found: kind → columns, which changes.
@@ -101,27 +98,28 @@ class GradientsKept:
             variables: the descriptions of the state.
             batch_axes: the axes that split the examples.
         """
-        parts = dict[str, list[tuple[tuple[int, ...], str]]]()  # Weight → shapes and placements.
-        for index, variable in enumerate(variables):
-            of = variable["name"] if variable["kind"] == WEIGHT else variable.get("of", "")
-            part = found["before"][index][0].shape, placements.get(f"before/{index}", "")
-            parts.setdefault(of, []).insert(0 if of == variable["name"] else len(parts[of]), part)
-        wholes = {name: _whole_shape(*parts[name][0], sizes) for name in self.names}
-        sums = found.get("sums")
-        for kind in GRADIENTS:
-            if kind not in found:
-                continue
-            source, shapes = "sums" if found[kind] is sums else kind, list[tuple[int, ...]]()
+        parts = {
+            variable["name"]: (found["before"][index][0].shape, placements[f"before/{index}"])
+            for index, variable in enumerate(variables) if variable["kind"] == WEIGHT
+        }  # fmt: skip
+        wholes = {
+            name: placement_from(text, sizes).whole_shape(shape, sizes)
+            for name, (shape, text) in parts.items()
+        }
+        for kind in (kind for kind in GRADIENTS if kind in found):
+            shapes = list[tuple[int, ...]]()
             for index, (name, column) in enumerate(zip(self.names, found[kind], strict=False)):
                 shape = column[0].shape if column else ()
-                known = [text for own, text in parts[name] if own == shape]
-                text = placements.get(f"{source}/{index}") or next(iter(known), "")
-                shapes.append(_whole_shape(shape, text, sizes))
+                text = placements.get(f"{kind}/{index}", "")
+                if not text and parts[name][0] == shape:
+                    text = parts[name][1]
                 placements[f"{kind}/{index}"] = text
+                shapes.append(placement_from(text, sizes).whole_shape(shape, sizes))
             self._check(found, kind, shapes, wholes)
-        split = split_of_raw(placements, sizes) & {*batch_axes}
-        if wrong := [axis for axis in sorted(split) if re.match(_DATA_AXES, axis)]:
-            why = f"it is split over {wrong[0]!r}, an axis of the batch; keep sums as 'sums' only"
+        texts = [text for key, text in placements.items() if key.startswith("raw/")]
+        split = {axis for text in texts for axis in placement_from(text, sizes).split}
+        if split := split & {*batch_axes}:
+            why = f"it is split over {min(split)!r}, an axis of the batch; keep sums as 'sums' only"
             self._leave_out(found, "raw", why)
         for key in [key for key in placements if key.split("/")[0] in {*GRADIENTS} - {*found}]:
             del placements[key]
@@ -144,33 +142,25 @@ class GradientsKept:
                 found.pop(each, None)
 
 
-def split_of_raw(placements: Mapping[str, str], sizes: Mapping[str, int]) -> set[str]:
-    """Returns the axes of the mesh that split the gradients of the devices."""
-    texts = [text for key, text in placements.items() if key.startswith("raw/")]
-    return {axis for text in texts for axis in placement_from(text, sizes).split}
+def matched(tree: Any, weights: Any, known: Sequence[str]) -> list[str] | None:
+    """Returns the weight of each array in a tree of gradients; None if one is not known.
 
-
-def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
-    """Returns the weight of each path in a tree of gradients; None if one is not known.
-
-    A tree may be one of a part of the weights, or hold them in a further tree; a list has one array
-    for each weight, in the order of `jax.tree.leaves(params)`.
+    A tree may have the structure of the weights, or of one part of them, or hold these in a further
+    tree; a list has one array for each weight, in the order of `jax.tree.leaves(params)`.
 
     Args:
-        paths: names of the arrays, with the keys of the tree from its root, as in "block/kernel".
-        weights: those of the weights.
+        tree: the tree of gradients, with paths in place of its arrays.
+        weights: the tree of the weights, with their names.
+        known: these names.
     """
-    known = {*weights}
-    if known.issuperset(paths):
-        return [*paths]
-    if len(paths) == len(weights) and all(path.isdigit() for path in paths):
-        return [*weights]
-    found = []
-    for path in paths:
-        fitting = [w for w in weights if w.endswith(f"/{path}") or path.endswith(f"/{w}")]
-        found += fitting if len(fitting) == 1 else [""]
-    is_known = len({*found}) == len(paths) and "" not in found
-    return found if is_known else None
+    paths = jax.tree.leaves(tree)
+    if isinstance(tree, list | tuple) and len(tree) == len(paths) == len(known):
+        return [*known]
+    shapes = dict.fromkeys([*paths, *known], (1,))  # A device may have parts of the weights.
+    found = weights_of(weights, tree, shapes, shapes)
+    if len(found) == len(paths):
+        return [found[path][0] for path in paths]
+    return part_with_structure(weights, tree)
 
 
 def _unraveled(columns: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -185,14 +175,9 @@ def _unraveled(columns: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> lis
     ]
 
 
-def _whole_shape(shape: Sequence[int], text: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return placement_from(text, sizes).whole_shape(shape, sizes)
-
-
 def _joined(column: Sequence[np.ndarray], text: str) -> Sequence[np.ndarray]:
     """Returns the whole array for each device, if one dimension is split over all of them."""
-    words = text.split()
-    split = [index for index, word in enumerate(words) if "[" in word]
+    split = [index for index, word in enumerate(text.split()) if "[" in word]
     if len(split) != 1 or len({part.shape for part in column}) > 1:
         return column
     return [np.concatenate(column, split[0])] * len(column)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import copied, host, placement_of, plain
-from lockstep.recorders.jax.private import context, manual_axes
 from lockstep.recorders.jax.replicas import Replicas
 from lockstep.recorders.jax.scans import (
     Calls,
@@ -25,22 +24,23 @@ GRADIENTS = ("raw", "sums", "unclipped", "clipped")
 KEPT = (*GRADIENTS, "loss", "random", "data", "y_pred")
 _OUTPUTS = {"y_pred": "y_grad", "module_out": "module_out_grad"}  # → Kind of the gradient.
 
-_KEPT = context()  # What receives the arrays of the step that is traced.
+# What receives the arrays of the step that is traced; `jax.jit` compiles it for each value.
+_KEPT = jax.make_user_context(None)
 
 
 class Kept:
     """Receives what `keep` and `module` return in a recorded step.
 
     Attributes:
-        names: kind of gradients → the paths of those that are kept.
+        trees: kind of gradients → the tree that is kept, with the paths of its arrays.
         modules: names of the parts of the model, in the order of their calls.
         placements: "KIND/INDEX" → how an array is part of a whole one.
     """
 
     def __init__(self) -> None:
-        self.names, self.modules = dict[str, list[str]](), list[str]()
+        self.trees, self.modules = dict[str, Any](), list[str]()
         self.placements = dict[str, str]()
-        self._traced, self._traced_placements = list[str](), dict[str, str]()
+        self._traced, self._texts = list[str](), dict[str, list[str]]()
         self._received = dict[tuple[str, int], list[Any]]()
 
     @property
@@ -52,10 +52,6 @@ class Kept:
         """Returns the position of a module among those of the function that is traced."""
         self._traced += [] if module in self._traced else [module]
         return self._traced.index(module)
-
-    def place(self, key: str, text: str) -> None:
-        """Notes how an array of the function that is traced is part of a whole one."""
-        self._traced_placements[key] = text
 
     def run(
         self, step: Any, args: Any, kwargs: Any, replicas: Replicas, sizes: Sequence[int]
@@ -123,27 +119,29 @@ class Kept:
         times = {name: len(kept[kind]) for name, kind in outputs.items() if kind in kept}
         calls = of_scans(self._traced, times)
         self.modules = [f"{name}[{i}]" if times.get(name, 1) > 1 else name for name, i in calls]
-        kinds = ("module_out", "module_out_grad")
-        places = self._traced_placements
-        self.placements |= {k: text for k, text in places.items() if not k.startswith(kinds)}
+        kinds, texts = ("module_out", "module_out_grad"), self._texts
         found = {kind: x for kind, x in kept.items() if not kind.startswith(kinds)}
+        for kind in found:
+            self.placements |= {f"{kind}/{i}": text for i, text in enumerate(texts[kind])}
         for new, (name, number) in enumerate(calls):
             for kind in kinds:
                 old = f"{kind}/{self._traced.index(name)}"
                 if number < len(kept.get(old, ())):
                     found[f"{kind}/{new}"] = [kept[old][number]]
-                    self.placements |= {f"{kind}/{new}": places[old]} if old in places else {}
+                    self.placements |= {f"{kind}/{new}": text for text in texts[old]}
         return found
 
-    def receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
+    def receive(
+        self, kind: str, names: Any, texts: list[str], device: Any, *leaves: Any
+    ) -> None:  # fmt: skip
         """Takes the arrays of a kind from a device, or from the program of all devices (-1).
 
-        The first one is the place of the others in `jax.vmap`.
+        The first one is the place of the others in `jax.vmap`. `names` is a tree of their paths,
+        and `texts` says how they are parts of whole ones, if the step does.
         """
         # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
-        if kind in GRADIENTS:
-            self.names[kind] = [name or "params" for name in names]
+        self.trees[kind], self._texts[kind] = names, texts
 
 
 def _gradient_of(kind: str) -> str:
@@ -179,17 +177,16 @@ def module(name: str, output: Any, specs: Any = None) -> Any:
 
 def _report(kept: Kept, kind: str, tree: Any, specs: Any, *mark: Any) -> None:
     """Passes the arrays of a kind to the recorder when the compiled step computes them."""
-    axes = manual_axes()
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
-    names, leaves, _ = flatten(tree)
+    (names, leaves, structure), texts = flatten(tree), list[str]()
     if axes and specs is not None:
-        whole = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree)
-        for index, spec in enumerate(jax.tree.leaves(whole)):
-            key = kind if "/" in kind else f"{kind}/{index}"
-            kept.place(key, placement_of(spec, np.ndim(leaves[index])))
+        whole = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+        texts = [placement_of(*pair) for pair in zip(whole, map(np.ndim, leaves), strict=True)]
     leaves = [*map(plain, leaves), *mark]
     place = place_of(jax.lax.stop_gradient(leaves[0]))
-    jax.debug.callback(partial(kept.receive, kind, names), device, place, *leaves)
+    receive = partial(kept.receive, kind, structure.unflatten(names), texts)
+    jax.debug.callback(receive, device, place, *leaves)
 
 
 def _with_gradient(kept: Kept, kind: str, tree: Any, specs: Any) -> Any:

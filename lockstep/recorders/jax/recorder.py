@@ -20,17 +20,18 @@ from lockstep.data.trace import (
     Mesh,
 )
 from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
-from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
-from lockstep.recorders.jax.compiled import computed_in, placed_leaves
-from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
+from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
+from lockstep.recorders.jax.compiled import Lowered, result_of
+from lockstep.recorders.jax.gradients_kept import GradientsKept
 from lockstep.recorders.jax.keeping import Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import (
     carried_paths,
     flatten,
     found_at,
+    names_at,
     tail,
-    weights_of_state,
+    weights_of,
     without_role,
 )
 from lockstep.recorders.notes import IDS, Notes
@@ -92,6 +93,7 @@ class record:
         for role in sorted({"params", "batch"} - {*self.arguments} | states - {*self.outputs}):
             raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
         self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
+        self._weights: Any = None  # The tree of the weights, with their names.
         self._states: States | None = None
         if self._request and self._request.replay:
             self._states = States("jax", self._request.replay, self._wanted, self._request.names)
@@ -136,10 +138,11 @@ class record:
         arrays = {i: plain(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}
         inputs = {r: found_at(names, where, r, arrays) for r, where in self.arguments.items()}
         inputs = self._with_carried(names, leaves, inputs, args, kwargs)
-        placed = placed_leaves(self.step, args, kwargs)
+        lowered = Lowered(self.step, args, kwargs)
+        placed = lowered.placed(leaves)
         replicas = Replicas(placed, inputs, self.pmap, self._shardings, has_mesh=self._has_mesh)
         self._has_mesh = bool(replicas.mesh)
-        variables = self._describe(leaves, inputs)
+        variables = self._describe(leaves, tree, inputs)
         self._request.choose_sample(_size_of_weights(leaves, variables))
         found = dict[str, Any]()
         if self._states:
@@ -149,9 +152,9 @@ class record:
             for index, _ in inputs["batch"]:
                 leaves[index] = replicas.permuted(leaves[index], (seed, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
-        placed = placed_leaves(self.step, args, kwargs)
+        placed = lowered.placed(leaves)
         if "computed_in" not in self._about:
-            self._about["computed_in"] = computed_in(self.step, args, kwargs)
+            self._about["computed_in"] = lowered.computed_in()
         found["data"] = replicas.columns("data", placed, inputs, ["batch"])
         if ids:  # Those of all replicas here, one after another.
             found[IDS] = [[np.concatenate(ids), *[None] * (len(replicas.local) - 1)]]
@@ -180,9 +183,8 @@ class record:
     ) -> dict[str, Any]:
         """Returns the inputs with what the step takes and returns under no name of `arguments`."""
         if self._carried is None:
-            copies = copied([args, kwargs])  # A step may donate its arguments.
-            result_names, result, _ = flatten(self.step(*copies[0], **copies[1]))
-            shapes = {i: leaf for i, leaf in enumerate(result) if hasattr(leaf, "dtype")}
+            result_names, result = result_of(self.step, args, kwargs)
+            shapes = dict(enumerate(result))
             outputs = [found_at(result_names, w, r, shapes) for r, w in self.outputs.items()]
             left = [(names, leaves, inputs.values()), (result_names, result, outputs)]
             self._carried = carried_paths(*[without_role(*each) for each in left])
@@ -192,13 +194,21 @@ class record:
         found = [(i, names[i] if name in known else name) for i, name in found]
         return inputs | ({"state": [*inputs.get("state", []), *found]} if found else {})
 
-    def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[tuple[int, Own]]:
+    def _describe(
+        self, leaves: list[Any], tree: Any, inputs: Mapping[str, Any]
+    ) -> list[tuple[int, Own]]:
         """Returns index among the leaves, and description, of each variable."""
         variables, shapes = list[tuple[int, Own]](), dict[str, dict[str, tuple[int, ...]]]()
         for role in KINDS:
             skip, pairs = has_axis(self.pmap, role), inputs.get(role, [])
             shapes[role] = {name: np.shape(plain(leaves[i]))[skip:] for i, name in pairs}
-        slots = weights_of_state(shapes["params"], shapes["opt_state"])
+        args, kwargs = jax.tree.unflatten(tree, range(len(leaves)))
+        places = {str(position): each for position, each in enumerate(args)} | kwargs
+        self._weights, state = (
+            names_at(places, self.arguments.get(role, ()), inputs.get(role, []))
+            for role in ("params", "opt_state")
+        )
+        slots = weights_of(self._weights, state, shapes["params"], shapes["opt_state"])
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
             shape, dtype = shapes[role][name], np.result_type(plain(leaves[index])).kind
             if dtype == "c":
@@ -242,8 +252,8 @@ class record:
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
         about["steps"].append(number)
         about["settings"].append([settings])
-        weights, given = settings["weights"], self._kept.placements
-        given = self._gradients.match(found, self._kept.names, weights, given)
+        kept = self._kept
+        given = self._gradients.match(found, kept.trees, self._weights, kept.placements)
         if not replicas.mesh and len(replicas.local) == replicas.number:
             states = zip(about["variables"], found["before"], strict=True)
             shapes = {v["name"]: column[0].shape for v, column in states if v["kind"] == WEIGHT}
@@ -307,10 +317,8 @@ class record:
                 placements[key] = placement_of(sharding.spec, ndim, kind == "data")
                 if kind == "before" and "start" in found:
                     placements[f"start/{place}"] = placements[key]
-        described = self._about["variables"]
-        self._gradients.place(found, placements, sizes, described, replicas.batch_axes)
-        split = split_of_raw(placements, sizes)
-        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
+        variables, data_axes = self._about["variables"], replicas.batch_axes
+        self._gradients.place(found, placements, sizes, variables, data_axes)
         return {
             "mesh": sizes,
             "data_axes": data_axes,

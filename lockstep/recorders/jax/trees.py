@@ -1,12 +1,14 @@
-"""Arrays in the arguments and the result of a step, by their paths."""
+"""Arrays in the arguments and the result of a step by their paths, and trees like the weights."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import is_array, is_key
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def flatten(tree: Any, skip: int = 0) -> tuple[list[str], list[Any], Any]:
@@ -31,6 +33,9 @@ def found_at(
     if not found and role not in ("state", "opt_state"):  # They may be empty.
         raise ValueError(f"{role}: no array at {where!r} among {', '.join(names)}")
     return found
+
+
+# --- What a step takes and returns ---------------------------------------------------------------
 
 
 def tail(name: str) -> str:
@@ -63,61 +68,102 @@ def carried_paths(given: Mapping[str, Any], returned: Mapping[str, Any]) -> dict
     return found
 
 
-def weights_of_state(
-    weights: Mapping[str, tuple[int, ...]], state: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[str, str]]:
-    """Returns path of an array of an optimizer's state → its weight, and its slot.
+# --- Trees that mirror the weights ---------------------------------------------------------------
 
-    A tree within the state may mirror that of the weights; or a list has arrays for each weight,
-    in the order of the weights.
+
+def names_at(tree: Any, where: Any, pairs: Sequence[tuple[int, str]]) -> Any:
+    """Returns the tree at `where` with the names of its arrays; None in place of other leaves.
 
     Args:
-        weights: path of each weight → its shape.
-        state: path of each array of the state → its shape.
+        tree: a dictionary of arguments, with the indices of their leaves.
+        where: as `found_at` takes it; several places give a tuple.
+        pairs: index and name of the arrays.
     """
-    found = {}
-    for name, shape in state.items():
-        fitting = [w for w in weights if f"/{name}".endswith(f"/{w}") and weights[w] == shape]
-        for weight in sorted(fitting, key=len, reverse=True):
-            above = name.removesuffix(weight)
-            if _mirrors(weights, state, above):
-                found[name] = weight, above.strip("/").split("/")[-1] or "momentum"
-                break
-    lists: dict[str, list[str]] = {}
-    for name, shape in state.items():
-        above, _, key = name.rpartition("/")
-        if key.isdigit() and shape and name not in found:
-            lists.setdefault(above, []).append(name)
-    for names in lists.values():
-        found |= _in_order(weights, {name: state[name] for name in names})
-    return found
+    names, places = dict(pairs), where if isinstance(where, tuple) else (where,)
+    found = [jax.tree.map(names.get, _at(tree, str(place))) for place in places]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
-def _mirrors(
-    weights: Mapping[str, tuple[int, ...]], state: Mapping[str, tuple[int, ...]], above: str
-) -> bool:
-    """Returns whether arrays below a path have the paths and shapes of the weights.
+def _at(tree: Any, path: str) -> Any:
+    """Returns the part of a tree at a path; None if there is none."""
+    if not path:
+        return tree
+    parts = (
+        _at(child, path[len(name) + 1 :])
+        for name, child in _children(tree) if f"{path}/".startswith(f"{name}/")
+    )  # fmt: skip
+    return next((part for part in parts if part is not None), None)
 
-    A tree may lack weights, as those that are masked; numbers alone are no names of a weight.
+
+def _children(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields key and value of the parts of a tree; nothing of a leaf."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    for path, child in pairs:
+        if path:
+            yield jax.tree_util.keystr(path, simple=True, separator="/"), child
+
+
+def weights_of(weights: Any, tree: Any, sizes: Shapes, own_sizes: Shapes) -> dict[str, Any]:
+    """Returns array → weight and slot, for the parts of a tree that mirror that of the weights.
+
+    A part mirrors them if it has their structure; or has it with something else in place of each
+    weight, as several arrays, or nothing where a mask leaves it out. A tree with parts for several
+    models mirrors each of them under its key. The slot is the last key above the array's path in
+    the mirror, or below it.
+
+    Args:
+        weights, tree: trees of names.
+        sizes, own_sizes: the shapes of the weights, and of the arrays of the tree.
     """
-    own = {weight: state[above + weight] for weight in weights if above + weight in state}
-    is_numbered = all(weight.isdigit() for weight in weights)
-    is_whole = len(own) == len(weights) and f"{above}{len(weights)}" not in state
-    if is_numbered and not is_whole:
-        return False
-    return not is_numbered or all(weights[weight] == shape for weight, shape in own.items())
+    structure, known = jax.tree.structure(weights), jax.tree.leaves(weights)
+
+    def fits(weight: str, name: str) -> bool:
+        # Settings, as a pair of rates beside a pair of weights, mirror nothing.
+        return bool(own_sizes[name]) or not sizes[weight]
+
+    def found_in(part: Any, slot: str) -> dict[str, Any]:
+        if jax.tree.structure(part) == structure:
+            own = jax.tree.leaves(part)
+            is_same = len(known) > 1 or own_sizes[own[0]] == sizes[known[0]]
+            if is_same and all(map(fits, known, own)):
+                return {name: (weight, slot) for weight, name in zip(known, own, strict=True)}
+        found: dict[str, Any] = {}
+        for key, child in _children(part):
+            found |= found_in(child, key.split("/")[-1])
+        return found or of_each(part, slot)
+
+    def of_each(part: Any, slot: str) -> dict[str, Any]:
+        try:
+            parts = structure.flatten_up_to(part) if len(known) > 1 else []
+        except ValueError:
+            return {}
+        found = {}
+        for weight, own in zip(known, parts, strict=False):
+            paths, names, _ = flatten(own)
+            for path, name in zip(paths, names, strict=True):
+                found[name] = weight, path.split("/")[-1] or slot
+        is_right = all(own_sizes[name] in ((), sizes[w]) for name, (w, _) in found.items())
+        return found if is_right and any(map(own_sizes.get, found)) else {}
+
+    if not known or (found := found_in(tree, "")):
+        return found if known else {}
+    own = dict(_children(tree))
+    return {
+        name: each
+        for key, part in _children(weights) if key in own
+        for name, each in weights_of(part, own[key], sizes, own_sizes).items()
+    }  # fmt: skip
 
 
-def _in_order(
-    weights: Mapping[str, tuple[int, ...]], arrays: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[str, str]]:
-    """Returns path of an array → weight and slot, if one order alone has their shapes."""
-    times = len(arrays) // max(len(weights), 1)
-    by_weight = [(weight, str(k)) for weight in weights for k in range(times)]
-    by_slot = [(weight, str(k)) for k in range(times) for weight in weights]
-    fitting = [
-        order
-        for order in ([by_weight] if times == 1 else [by_weight, by_slot])
-        if [weights[weight] for weight, _ in order] == [*arrays.values()]
-    ]
-    return dict(zip(arrays, fitting[0], strict=True)) if len(fitting) == 1 else {}
+def part_with_structure(weights: Any, tree: Any) -> list[str] | None:
+    """Returns the weights of the one part that has the structure of a tree; None without one."""
+    structure = jax.tree.structure(tree)
+
+    def parts_in(part: Any) -> Iterator[Any]:
+        if jax.tree.structure(part) == structure:
+            yield part
+        for _, child in _children(part):
+            yield from parts_in(child)
+
+    found = [*parts_in(weights)]
+    return jax.tree.leaves(found[0]) if len(found) == 1 else None

@@ -102,6 +102,11 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def is_split_by_deepspeed(weight: Any) -> bool:
+    """Returns whether ZeRO of DeepSpeed keeps parts of a weight elsewhere."""
+    return hasattr(weight, "_hp_mapping")
+
+
 def mesh_of_group(group: Any) -> Any:
     """Returns the mesh over which `fully_shard` splits a group."""
     return _mesh(_mesh_info(group))

@@ -21,7 +21,7 @@ from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.modules import Modules
-from lockstep.recorders.torch.private import version_of
+from lockstep.recorders.torch.private import is_split_by_deepspeed, version_of
 from lockstep.recorders.torch.recording import Recording, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
@@ -313,5 +313,5 @@ def _require_known(model: nn.Module) -> None:
     kinds = {type(module).__name__ for module in model.modules()} & instead.keys()
     text = ", ".join(f"{kind} is not recorded; use {instead[kind]}" for kind in sorted(kinds))
     require(not kinds, f"model: {text}")
-    is_sharded = any(hasattr(p, "_hp_mapping") for p in model.parameters())  # By DeepSpeed.
+    is_sharded = any(map(is_split_by_deepspeed, model.parameters()))
     require(not is_sharded, "model: DeepSpeed's ZeRO is not recorded; use stage 0, or fully_shard")

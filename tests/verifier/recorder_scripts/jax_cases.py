@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
 from lockstep.recorders.jax.gradients_kept import matched
 from lockstep.recorders.jax.scans import joined
-from lockstep.recorders.jax.trees import weights_of_state
+from lockstep.recorders.jax.trees import weights_of
 from recording import Trace, node_of, run_cases
 
 
@@ -242,14 +243,38 @@ def case_parts_that_are_kept():
             assert left_out == (specs is None)
 
 
+def case_gradients_that_jax_sums():
+    """Parts of gradients over an axis of the batch are sums: they are no terms of a sum."""
+    options = {"arguments": {"params": 0, "batch": (1, 2)}, "outputs": {"params": 0, "loss": 1}}
+    options |= {"optimizer": {"class": "SGD", "learning_rate": 0.1}, "steps": 3}
+    record("one", gathering_step(1), scattering_loop, **options)
+    for bug, node in (("", ""), ("sum", "sum")):
+        step = gathering_step(2, bug)
+        run = partial(scattering_loop, num_devices=2)
+        record("two", step, run, **options, replay="one.npz")
+        about = Trace("two").about
+        assert about["data_axes"] == ["d"] and about["num_replicas"] == 2
+        assert about["left_out"][0].startswith("keep('raw'): it is split over 'd', an axis of")
+        verdict = compare("one.npz", "two.npz")
+        assert node_of(verdict) == node, str(verdict)
+
+
 def case_weights_of_kept_gradients():
     """A tree of a part of the weights, a list in their order; others are not known."""
-    weights = ["a/bias", "a/kernel", "b/kernel"]
-    assert matched(["a/kernel", "a/bias"], weights) == ["a/kernel", "a/bias"]
-    assert matched(["bias"], weights) == ["a/bias"] and matched(["kernel"], weights) is None
-    assert matched(["grads/a/bias", "grads/b/kernel"], weights) == ["a/bias", "b/kernel"]
-    assert matched(["0", "1", "2"], weights) == weights
-    assert matched(["0", "1"], weights) is None and matched(["params"], weights) is None
+    known = ["a/bias", "a/kernel", "b/kernel"]
+    weights = {"a": {"bias": known[0], "kernel": known[1]}, "b": {"kernel": known[2]}}
+    bias, kernel, other = "bias", "kernel", "other"
+    for tree, expected in (
+        (weights, known),
+        ({"a": {"bias": bias, "kernel": kernel}}, known[:2]),
+        ({"bias": bias, "kernel": kernel}, known[:2]),
+        ({"grads": {"a": {"bias": bias, "kernel": kernel}, "b": {"kernel": other}}}, known),
+        ([bias, kernel, other], known),
+        ([bias, kernel], None),
+        (bias, None),
+        ({"norm": bias}, None),
+    ):
+        assert matched(tree, weights, known) == expected, tree
 
 
 def case_carried_state():
@@ -263,6 +288,28 @@ def case_carried_state():
         record("two", averaged_step(bug), averaged_loop, replay="one.npz", **options)
         verdict = compare("one.npz", "two.npz")
         assert node_of(verdict) == node, (bug, str(verdict))
+
+
+def case_two_models():
+    """Two train states in a dictionary are one state; a fault is in the model that has it."""
+    roles = {"params": "params", "opt_state": "moments"}
+    places = {role: tuple(f"0/{m}/{key}" for m in "gd") for role, key in roles.items()}
+    given = {"arguments": places | {"batch": (1, 2)}, "outputs": places | {"loss": 1}}
+    given |= {"optimizer": {"class": "Adam", "learning_rate": 0.01, "epsilon": 1e-8}, "steps": 3}
+    plain = two_model_loop(two_model_step(), 1)
+    bits = record("one", two_model_step(), partial(two_model_loop, num_devices=1), **given)
+    assert is_equal(bits, plain)
+    about = Trace("one").about
+    assert about["gradients"] == ["0/g/params/b", "0/g/params/w", "0/d/params/w"]
+    slots = {v["name"]: (v["of"], v["slot"]) for v in about["variables"] if "slot" in v}
+    assert slots["opt_state/0/g/moments/mu/b"] == ("0/g/params/b", "mu")
+    assert slots["opt_state/0/d/moments/nu/w"] == ("0/d/params/w", "nu")
+    for bug, node in (("", ""), ("twice", "sum")):
+        run = partial(two_model_loop, num_devices=2)
+        record("two", two_model_step(bug), run, replay="one.npz", **given)
+        verdict = compare("one.npz", "two.npz")
+        assert node_of(verdict) == node, str(verdict)
+        assert not bug or verdict.place.tensors == ("0/d/params/w",), str(verdict)
 
 
 def check_clipping(kind, bug, optimizer, node):
@@ -332,28 +379,37 @@ def case_ids():
 
 
 def case_weights_of_state():
-    """State belongs to the weight whose path it has in a mirror, or whose place in a list."""
-    listed, named = {"0": (6, 12), "1": (12,), "2": (12,), "3": (12, 3)}, {"a/b": (3,), "b": (3,)}
-    shapes = [*listed.values()]
+    """State belongs to the weight in whose place it is in a tree that mirrors the weights."""
+
+    class Moments(NamedTuple):
+        count: str
+        mu: Any
+        nu: Any
+
+    listed, named = ["0", "1", "2"], {"a": {"b": "a/b"}, "b": "b"}
+    shape = (3,)
     for weights, state, expected in (
-        # Keras: the counters, then the momenta of the weights.
-        (listed, [(), (), *shapes], {str(i + 2): (str(i), "0") for i in range(4)}),
-        # Adam of Keras: two arrays of each weight. By hand: each of two of all weights.
-        (listed, [(), *(s for s in shapes for _ in range(2))],
-            {str(2 * i + k + 1): (str(i), str(k)) for i in range(4) for k in range(2)}),
-        (listed, [*shapes, *shapes],
-            {str(4 * k + i): (str(i), str(k)) for i in range(4) for k in range(2)}),
-        (listed, [*shapes], {str(i): (str(i), "momentum") for i in range(4)}),
-        (listed, {f"0/mu/{i}": shape for i, shape in enumerate(shapes)},
-            {f"0/mu/{i}": (str(i), "mu") for i in range(4)}),
-        # A list that has other shapes, or that several orders explain.
-        (listed, [(6, 12), (12,), (12,), (12,)], {}),
-        ({"0": (3,), "1": (3,)}, [(3,)] * 4, {}),
-        # Of weights with names, some may be left out.
-        (named, {"0/mu/a/b": (3,), "0/nu/b": (1,), "0/count": ()}, {"0/mu/a/b": ("a/b", "mu")}),
+        (listed, Moments("c", ["m0", "m1", "m2"], ["n0", "n1", "n2"]),
+            {f"{slot[0]}{i}": (str(i), slot) for i in range(3) for slot in ("mu", "nu")}),
+        (listed, [("m0", "v0"), ("m1", "v1"), ("m2", "v2")],
+            {f"{s}{i}": (str(i), str("mv".find(s))) for i in range(3) for s in "mv"}),
+        (listed, ["m0", "m1", "m2"], {f"m{i}": (str(i), "") for i in range(3)}),
+        # A list in the order of nothing that is known, and two rates beside two weights.
+        (named, ["m0", "m1"], {}),
+        (("0", "1"), ("c", "c2"), {}),
+        # A mask leaves weights out, as Optax does; a chain has other states beside.
+        (named, ((), Moments("c", {"a": {"b": "m0"}, "b": ()}, {"a": {"b": ()}, "b": "v1"})),
+            {"m0": ("a/b", "mu"), "v1": ("b", "nu")}),
+        # Two models have a state each.
+        ({"g": {"w": "g/w"}, "d": {"w": "d/w", "b": "d/b"}},
+            {"g": ("c", {"w": "m0"}), "d": ("c2", {"w": "m1", "b": "m2"})},
+            {"m0": ("g/w", "1"), "m1": ("d/w", "1"), "m2": ("d/b", "1")}),
+        ("0", Moments("c", "m0", "v0"), {"m0": ("0", "mu"), "v0": ("0", "nu")}),
+        ({}, Moments("c", {}, {}), {}),
     ):  # fmt: skip
-        given = state if isinstance(state, dict) else {str(i): x for i, x in enumerate(state)}
-        assert weights_of_state(weights, given) == expected, (weights, state)
+        names = jax.tree.leaves((weights, state))
+        shapes = {name: () if name.startswith("c") else shape for name in names}
+        assert weights_of(weights, state, shapes, shapes) == expected, (weights, state)
 
 
 def case_without_a_file():
@@ -513,10 +569,11 @@ CASES = {
         *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
         *(case_rounding_of_products, case_ids, case_weights_of_state, case_scans),
         *(case_errors, case_parts_that_are_kept, case_weights_of_kept_gradients),
+        case_gradients_that_jax_sums,
     ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),
-        *(case_steps_of_libraries, case_without_a_file),
+        *(case_steps_of_libraries, case_without_a_file, case_two_models),
     ],
 }
 

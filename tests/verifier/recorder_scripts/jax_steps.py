@@ -162,6 +162,57 @@ def averaged_step(bug=""):
     return step
 
 
+def two_model_step(bug=""):
+    """Returns a step with an update of each of two models, which two compiled functions make."""
+
+    def trained(state, loss_fn, factor=1.0):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        grads = jax.tree.map(lambda g: factor * g, grads)
+        params, moments = adam(state["params"], state["moments"], grads)
+        return {"params": params, "moments": moments}, grads, loss
+
+    def generated(params, x):
+        return jnp.tanh(x @ params["w"] + params["b"])
+
+    @jax.jit
+    def train_d(d, g, x, y):
+        fake = generated(g["params"], x)
+
+        def loss_fn(params):
+            return jnp.mean((1 - y @ params["w"]) ** 2) + jnp.mean((fake @ params["w"]) ** 2)
+
+        return trained(d, loss_fn, 2.0 if bug else 1.0)
+
+    @jax.jit
+    def train_g(g, d, x):
+        def loss_fn(params):
+            return jnp.mean((1 - generated(params, x) @ d["params"]["w"]) ** 2)
+
+        return trained(g, loss_fn)
+
+    def step(states, x, y):
+        d, grads_d, _ = train_d(states["d"], states["g"], x, y)
+        g, grads_g, loss = train_g(states["g"], d, x)
+        record_jax.keep("sums", (grads_g, grads_d))
+        return {"g": g, "d": d}, loss
+
+    return step
+
+
+def two_model_loop(step, num_devices):
+    shapes = {"g": {"w": (5, 2), "b": (2,)}, "d": {"w": (2, 3)}}
+    random, states = np.random.default_rng(0), {}
+    for name, own in shapes.items():
+        params = {key: np.float32(random.normal(size=shape)) for key, shape in own.items()}
+        zeros = jax.tree.map(np.zeros_like, params)
+        states[name] = {"params": params, "moments": start_of_adam() | {"mu": zeros, "nu": zeros}}
+    mesh = Mesh(jax.devices()[:num_devices], ("d",))
+    states = jax.device_put(states, NamedSharding(mesh, P()))
+    for number in range(3):
+        states, _ = step(states, *jax.device_put(batch(number), NamedSharding(mesh, P("d"))))
+    return leaves_of(states)
+
+
 def clipping_step(num_devices, kind, bug=""):
     """Returns a step that clips within its update, as a chain of Optax, and does not keep it."""
     mesh = Mesh(jax.devices()[:num_devices], ("d",))
@@ -219,12 +270,34 @@ def scattering_step(num_devices, specs, bug=""):
     return jax.jit(mapped)
 
 
-def scattering_loop(step):
+def scattering_loop(step, num_devices=0):
+    """Trains for three steps; with a number of devices, they have the rows of the weights."""
     params = {"a": jnp.arange(4.0) / 4, "b": jnp.ones((4, 6)) / jnp.arange(1.0, 7)}
+    rows = NamedSharding(Mesh(jax.devices()[: num_devices or 1], ("d",)), P("d"))
+    params = jax.device_put(params, rows) if num_devices else params
     for number in range(3):
-        x, y = batch(number)
+        x, y = jax.device_put(batch(number), rows) if num_devices else batch(number)
         params, _ = step(params, x, y)
     return leaves_of(params)
+
+
+def gathering_step(num_devices, bug=""):
+    """Returns a step that gathers weights, whose gradients JAX sums and scatters."""
+
+    def step(params, x, y):
+        def loss_fn(params):
+            whole = jax.tree.map(lambda p: jax.lax.all_gather(p, "d", tiled=True), params)
+            return jnp.mean((jnp.tanh(x[:, :4] + whole["a"]) @ whole["b"] - y[:, :1]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        grads = record_jax.keep("raw", grads)
+        grads = jax.tree.map(lambda g: g / (1 if bug else num_devices), grads)
+        grads = record_jax.keep("sums", grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), jax.lax.pmean(loss, "d")
+
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("d",))
+    specs = {"in_specs": (P("d"), P("d"), P("d")), "out_specs": (P("d"), P())}
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=False))
 
 
 def leaves_of(*trees):

@@ -1,10 +1,7 @@
-"""Checks the private names of PyTorch or JAX that a recorder uses: `private_names.py FRAMEWORK`."""
+"""Checks the private names of PyTorch that its recorder uses."""
 
 import importlib
 import os
-import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 
 def fails(function, *arguments):
@@ -80,30 +77,9 @@ def check_sharded():
     assert private.root_mesh(private.mesh_of_group(group)).mesh.numel() == 1
 
 
-def check_jax():
-    numpy = importlib.import_module("numpy")
-    P, seen = framework.sharding.PartitionSpec, []
-    mesh = framework.sharding.Mesh(framework.devices(), ("d",))
-    context = private.context()
-
-    def step(x):
-        seen.append((context.value, private.manual_axes()))
-        return x
-
-    mapped = framework.jit(framework.shard_map(step, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
-    mapped(numpy.ones(2))
-    with context("recorded"):
-        mapped(numpy.ones(2))
-    framework.pmap(step, axis_name="p")(numpy.ones(2))
-    assert seen == [(None, ("d",)), ("recorded", ("d",)), (None, ("p",))], seen
-    fails(private.private, framework.sharding, "gone")
-    if not hasattr(framework.sharding, "PmapSharding"):
-        fails(private.sharding_of_pmap, (2,), framework.devices())
-
-
-framework = importlib.import_module(sys.argv[1])
-private = importlib.import_module(f"lockstep.recorders.{sys.argv[1]}.private")
-NAME = {"torch": "record_torch: PyTorch", "jax": "record_jax: JAX"}[sys.argv[1]]
-{"torch": check_torch, "jax": check_jax}[sys.argv[1]]()
+framework = importlib.import_module("torch")
+private = importlib.import_module("lockstep.recorders.torch.private")
+NAME = "record_torch: PyTorch"
+check_torch()
 print("checked", flush=True)
 os._exit(0)  # Destroying a group aborts now and then, in a thread of gloo.
