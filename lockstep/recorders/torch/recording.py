@@ -249,7 +249,8 @@ class Recording:
         """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
         key, is_written = f"{kind}/{self.placement.rank}/{index}", self._is_written_at_once(kind)
         for end, array in arrays.items():
-            self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
+            place = f"{key}{end}"
+            self.step.arrays[place] = self.output.add(place, array) if is_written else array
 
     def _is_written_at_once(self, kind: str) -> bool:
         mesh = self.placement.mesh
@@ -307,10 +308,12 @@ class Recording:
         )
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
-        for key, array in step.arrays.items():
+        # One that equals the latest gradient is an alias: a sum that is applied, before its parts.
+        for key, array in sorted(step.arrays.items(), key=lambda pair: pair[0].startswith("raw/")):
             # The index of an array of a module is known at the end.
             is_of_module = ":" in key and not isinstance(array, Member)
-            self.output.put(f"{position}/{key}", self.output.add(array) if is_of_module else array)
+            found = self.output.add(key, array) if is_of_module else array
+            self.output.put(f"{position}/{key}", found)
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""
