@@ -57,8 +57,6 @@ class StepRecorder(Observer):
             settings=tuple([_settings(strategy.optimizer, step)] for step in steps),
             layers=tuple(described_layers(strategy.model)),
             data_layout="NHWC",
-            structure={"tuple": [0, 1]},
-            predicted=0,
             versions=versions(),
         )
 

@@ -10,8 +10,8 @@ from lockstep.answer.text import count, facts_lines, first_names, named_steps, o
 from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
 
 _MOST_WEIGHTS, _LONGEST = 10, 48
-# Keys of the description that are shown otherwise, or that no reader needs.
-_NOT_SHOWN = ("framework", "steps", "variables", "gradients", "structure", "predicted")
+# Keys of the description that are shown otherwise.
+_NOT_SHOWN = ("framework", "steps", "variables", "gradients")
 
 
 def contents_of(trace: Trace, details: bool = False) -> str:

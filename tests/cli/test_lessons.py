@@ -166,7 +166,6 @@ def record(lesson, way, path, num_devices):
     trace = Trace(About(
         "tensorflow", 1, steps=(0, 1, 2), variables=tuple(Variable(n, WEIGHT) for n in names),
         gradients=names, reduction="sum", optimizer={"class": "SGD"}, settings=([settings],) * 3,
-        structure={"tuple": [0, 1]},
     ))  # fmt: skip
     after = [*(params for params, _, _ in steps[1:]), [param.numpy() for param in last]]
     for step, (params, batch, gradients) in enumerate(steps):

@@ -130,7 +130,6 @@ def test_what_a_file_says(one):
     assert (about["reduction"], about["order"]) == ("sum", "clip, reduce")
     assert about["data_layout"] == "NHWC"
     assert about["permuted"] is None and about["replayed"] is None
-    assert about["structure"] == {"tuple": [0, 1, 2]}
     positions = {name.split("/")[0] for name in arrays}
     kinds = {name.split("/")[1] for name in arrays}
     assert positions == {"1", "2", "3"}
@@ -463,7 +462,7 @@ def test_a_custom_loop(tmp_path):
 
     assert run([0, 2]) == run([])
     about, arrays = read(tmp_path / "own.npz")
-    assert about["steps"] == [0, 2] and about["structure"] == {"tuple": [0, 1, 2]}
+    assert about["steps"] == [0, 2]
     assert about["optimizer"]["momentum"] == 0.9
     assert about["settings"][1][0]["learning_rate"] == pytest.approx(0.1)
     kinds = {name.split("/")[1] for name in arrays}

@@ -103,8 +103,7 @@ def _moved(name, numbers):
 def test_what_is_saved_is_loaded(tmp_path):
     description = dataclasses.replace(
         trace_samples.trace().about, shards=(Shard(0, 0.5), Shard(0), Shard(1, 0.5), Shard(1)),
-        num_copies=2, reduced_in="float16", structure={"tuple": [0, None]},
-        parts=({"dense/kernel": (3, 1)},) * 2, settings=(), micro_batches=(2, 1),
+        num_copies=2, settings=(), micro_batches=(2, 1),
         optimizer={"class": "SGD", "momentum": np.float32(0.5)},
     )  # fmt: skip
     trace, large = Trace(description), np.arange(30_000.0)

@@ -20,7 +20,7 @@ from lockstep.recorders.keras.private import (
 )
 from lockstep.recorders.keras.replay import Replay
 from lockstep.recorders.keras.shards import ShardRunner
-from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
+from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of
 
 _CALL = "call the model with a batch before the block"
 
@@ -111,7 +111,6 @@ class StepObserver:
         self._keep_state()
         if self._seed is not None:
             data = permuted(data, number, [self._seed, replica])
-        self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self.copies.keep("data", leaves(data))
         self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
         self._num_losses[replica] = 0
@@ -185,7 +184,6 @@ class StepObserver:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         if call.get("training", True):
             predictions = leaves(call["y_pred"])
-            self.about["predicted"] = to_json(call["y_pred"])
             self.copies.keep("y_pred", predictions)
             self.copies.keep("loss", [loss, regularisation(self._model)])
         return loss

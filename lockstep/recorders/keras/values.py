@@ -1,6 +1,6 @@
-"""Tensors, variables and nests of TensorFlow, as arrays and as JSON text."""
+"""Tensors, variables and nests of TensorFlow, as arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,22 +12,6 @@ from keras import tree
 def leaves(structure: Any) -> list[Any]:
     """Returns the leaves of a nest, without None."""
     return [leaf for leaf in tree.flatten(structure) if leaf is not None]
-
-
-def to_json(structure: Any) -> Any:
-    """Describes a nest of tuples, lists and dicts: leaves are numbers, in the order of `leaves`."""
-    numbers = iter(range(len(tree.flatten(structure))))
-    numbered = tree.map_structure(lambda x: None if x is None else next(numbers), structure)
-
-    def describe(nest: Any) -> Any:
-        if isinstance(nest, Mapping):
-            return {"dict": {key: describe(value) for key, value in nest.items()}}
-        if isinstance(nest, tuple | list):
-            kind = "list" if isinstance(nest, list) else "tuple"
-            return {kind: [describe(value) for value in nest]}
-        return nest
-
-    return describe(numbered)
 
 
 def plain_copy(array: Any) -> np.ndarray:
