@@ -10,7 +10,7 @@ import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -98,46 +98,27 @@ class Member(NamedTuple):
         return RECENT.get(place, lambda: known)
 
     def _read(self) -> np.ndarray:
+        """Reads the elements to where they belong; their checksum is compared once."""
+        array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
         with errors_of(self.file):
-            array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
-            elements = _bytes_of(array.T if self.is_transposed else array) if array.nbytes else None
-            if elements is not None and not self._read_at_once(elements):
-                self._read_in_parts(elements)
+            info, file = self.archive.getinfo(self.name), cast(Any, self.archive.fp)
+            # A local header has 30 bytes, then a name and more of the lengths that its end tells.
+            file.seek(info.header_offset + 26)
+            lengths = struct.unpack("<HH", file.read(4))
+            file.seek(info.header_offset + 30 + sum(lengths))
+            is_checked = self.name in _CHECKED.get(self.archive, ())
+            checksum, num = zlib.crc32(file.read(self.start)), 0
+            while num < array.nbytes:
+                part = _bytes_of(array.T if self.is_transposed else array)[num : num + _READ_BYTES]
+                if not (more := file.readinto(part)):
+                    raise Fault(f"ends within {self.name}; record it again")
+                checksum = checksum if is_checked else zlib.crc32(part[:more], checksum)
+                num += more
+            if not is_checked and checksum != info.CRC:
+                raise zipfile.BadZipFile(f"Bad CRC-32 for file {self.name!r}")
         _CHECKED.setdefault(self.archive, set()).add(self.name)
         array.flags.writeable = False
         return array
-
-    def _read_in_parts(self, elements: memoryview) -> None:
-        """Reads the elements to where they belong; a wrong checksum is an error of the module."""
-        num = 0
-        with self.archive.open(self.name) as member:
-            member.read(self.start)
-            while part := member.read(min(len(elements) - num, _READ_BYTES)):
-                elements[num : num + len(part)] = part
-                num += len(part)
-            if num < len(elements) or member.read(1):
-                raise Fault(f"has other sizes in {self.name} than its index; record it again")
-
-    def _read_at_once(self, elements: memoryview) -> bool:
-        """Reads the elements from a file to where they belong; returns whether it could.
-
-        Their checksum is compared once: a wrong one is left to the module for these files.
-        """
-        info, file = self.archive.getinfo(self.name), self.archive.fp
-        if not (isinstance(file, io.BufferedReader) and hasattr(os, "preadv")):  # As in Windows.
-            return False
-        number, start = file.fileno(), info.header_offset
-        # A local header has 30 bytes, then a name and more of the lengths that its end tells.
-        start += 30 + sum(struct.unpack("<HH", os.pread(number, 4, start + 26)))
-        is_checked = self.name in _CHECKED.get(self.archive, ())
-        checksum, num = zlib.crc32(os.pread(number, self.start, start)), 0
-        while num < len(elements):
-            part = elements[num : num + _READ_BYTES]
-            if not (more := os.preadv(number, [part], start + self.start + num)):
-                return False
-            checksum = checksum if is_checked else zlib.crc32(part[:more], checksum)
-            num += more
-        return is_checked or checksum == info.CRC
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

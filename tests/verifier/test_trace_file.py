@@ -144,6 +144,24 @@ def test_only_the_array_that_is_asked_for_is_in_memory(tmp_path):
     tracemalloc.stop()
 
 
+def test_a_large_array_that_is_damaged_is_refused_when_it_is_read(tmp_path):
+    path, large = tmp_path / "two.npz", np.arange(300_000.0)
+    trace = Trace(trace_samples.trace().about)
+    trace.put(0, "data", 0, [large])
+    save(trace, path)
+    content, place = path.read_bytes(), path.read_bytes().index(large[1000:].tobytes())
+    for damaged, told in (
+        (content[:place] + b"x" + content[place + 1 :], "Bad CRC-32 for file '1/data/0/0.npy'"),
+        (content[:place], "ends within 1/data/0/0.npy"),
+    ):
+        path.write_bytes(content)
+        loaded = load(path)
+        path.write_bytes(damaged)
+        for _ in range(2):  # A wrong one is not taken for checked.
+            with pytest.raises(TraceError, match=told):
+                loaded.arrays(0, "data", 0)
+
+
 def test_a_training_that_fails_leaves_no_half_file(tmp_path):
     with pytest.raises(RuntimeError), Writer(tmp_path / "two.npz"):
         raise RuntimeError
