@@ -10,7 +10,7 @@ from lockstep.answer.text import count, facts_lines, first_names, named_steps, o
 from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
 
 _MOST_WEIGHTS, _LONGEST = 10, 48
-# Keys of the description that are shown otherwise, or that no reader needs.
+# Keys of the description that are shown otherwise.
 _NOT_SHOWN = ("framework", "steps", "variables", "gradients")
 
 

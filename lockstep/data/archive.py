@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import errno
 import functools
 import io
 import os
@@ -11,13 +10,13 @@ import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
 from lockstep.data.about import Fault, json_of
 from lockstep.data.layout import Whole
-from lockstep.data.trace import About
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, About
 from lockstep.numeric.memory import RECENT
 
 try:
@@ -28,10 +27,8 @@ except ImportError:  # Windows has no locks of this kind.
 Path = str | os.PathLike[str]
 ADVICE = "pass a file that a recorder of Lockstep wrote"
 _READ_BYTES = 1 << 20  # At a time: they stay in a cache.
-_CHUNK_BYTES = 1 << 16  # Compared or written at a time: little memory beside a step.
-_SUMMED_BYTES = 1 << 12  # Of a larger array, as many spread over it.
-_MOST_ALIKE = 8  # Arrays of one checksum that another is compared with.
 KEPT = "kept"  # Kind of an array that has its names by aliases alone.
+_GROUPS = dict.fromkeys(OF_VARIABLES, "variable") | dict.fromkeys(OF_GRADIENTS, "gradient")
 
 
 class TraceError(ValueError):
@@ -101,65 +98,32 @@ class Member(NamedTuple):
         return RECENT.get(place, lambda: known)
 
     def _read(self) -> np.ndarray:
+        """Reads the elements to where they belong; their checksum is compared once."""
+        array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
         with errors_of(self.file):
-            array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
-            elements = _bytes_of(array.T if self.is_transposed else array) if array.nbytes else None
-            if elements is not None and not self._read_at_once(elements):
-                self._read_in_parts(elements)
+            info, file = self.archive.getinfo(self.name), cast(Any, self.archive.fp)
+            # A local header has 30 bytes, then a name and more of the lengths that its end tells.
+            file.seek(info.header_offset + 26)
+            lengths = struct.unpack("<HH", file.read(4))
+            file.seek(info.header_offset + 30 + sum(lengths))
+            is_checked = self.name in _CHECKED.get(self.archive, ())
+            checksum, num = zlib.crc32(file.read(self.start)), 0
+            while num < array.nbytes:
+                part = _bytes_of(array.T if self.is_transposed else array)[num : num + _READ_BYTES]
+                if not (more := file.readinto(part)):
+                    raise Fault(f"ends within {self.name}; record it again")
+                checksum = checksum if is_checked else zlib.crc32(part[:more], checksum)
+                num += more
+            if not is_checked and checksum != info.CRC:
+                raise zipfile.BadZipFile(f"Bad CRC-32 for file {self.name!r}")
         _CHECKED.setdefault(self.archive, set()).add(self.name)
         array.flags.writeable = False
         return array
-
-    def _read_in_parts(self, elements: memoryview) -> None:
-        """Reads the elements to where they belong; a wrong checksum is an error of the module."""
-        num = 0
-        with self.archive.open(self.name) as member:
-            member.read(self.start)
-            while part := member.read(min(len(elements) - num, _READ_BYTES)):
-                elements[num : num + len(part)] = part
-                num += len(part)
-            if num < len(elements) or member.read(1):
-                raise Fault(f"has other sizes in {self.name} than its index; record it again")
-
-    def _read_at_once(self, elements: memoryview) -> bool:
-        """Reads the elements from a file to where they belong; returns whether it could.
-
-        Their checksum is compared once: a wrong one is left to the module for these files.
-        """
-        info, file = self.archive.getinfo(self.name), self.archive.fp
-        if not (isinstance(file, io.BufferedReader) and hasattr(os, "preadv")):  # As in Windows.
-            return False
-        number, start = file.fileno(), info.header_offset
-        # A local header has 30 bytes, then a name and more of the lengths that its end tells.
-        start += 30 + sum(struct.unpack("<HH", os.pread(number, 4, start + 26)))
-        is_checked = self.name in _CHECKED.get(self.archive, ())
-        checksum, num = zlib.crc32(os.pread(number, self.start, start)), 0
-        while num < len(elements):
-            part = elements[num : num + _READ_BYTES]
-            if not (more := os.preadv(number, [part], start + self.start + num)):
-                return False
-            checksum = checksum if is_checked else zlib.crc32(part[:more], checksum)
-            num += more
-        return is_checked or checksum == info.CRC
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     """Returns the memory of an array whose elements are one after another, and that has some."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def _chunks_of(array: np.ndarray) -> Iterator[bytes]:
-    """Yields copies of the elements, a part at a time."""
-    for start in range(0, array.nbytes, _CHUNK_BYTES):
-        yield bytes(_bytes_of(array)[start : start + _CHUNK_BYTES])
-
-
-def _checksum(array: np.ndarray) -> int:
-    """Returns a number that arrays have in common if they are equal, and few others."""
-    if not array.nbytes:
-        return 0
-    elements = array.reshape(-1).view(np.uint8)
-    return zlib.crc32(elements[:: 1 + array.nbytes // _SUMMED_BYTES].tobytes())
 
 
 _CHECKED = weakref.WeakKeyDictionary[zipfile.ZipFile, set[str]]()  # Members that were read.
@@ -175,7 +139,10 @@ class Arrays(collections.UserDict[str, Any]):
 
 
 class Writer(Arrays):
-    """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
+    """Writes arrays to a new file as they come.
+
+    A variable, or a gradient, that has the bits of the latest array of its index becomes an alias.
+    So do the state before a step, which is that after the one before, and copies of weights.
 
     The file has its index at the end: without `close`, also if the process is killed, `load` says
     that it was not finished. A `with` block that is left without `close` removes it. A file that
@@ -195,11 +162,9 @@ class Writer(Arrays):
         self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
         self._file: Any = _open_alone(self._path) if self._path else target
         self._zip = zipfile.ZipFile(self._file, "w")
-        # Dtype, shape and checksum → the latest arrays, with other elements each.
-        latest = functools.partial(collections.deque[Member], maxlen=_MOST_ALIKE)
-        self._firsts = collections.defaultdict[tuple[Any, ...], collections.deque[Member]](latest)
-        self._offsets = dict[str, int]()  # Member → bytes of the file before its elements.
-        self._num_kept: collections.Counter[int] = collections.Counter()
+        # Group of kinds, and index → dtype, shape and elements, and where they are written.
+        self._latest = dict[tuple[str, str], tuple[tuple[Any, ...], Member]]()
+        self._num_kept = 0
 
     def __enter__(self) -> "Writer":
         return self
@@ -215,66 +180,51 @@ class Writer(Arrays):
 
     def __setitem__(self, name: str, array: np.ndarray | Member) -> None:
         """Writes an array by a name; or gives a name to one that `add` has written."""
-        self.data[name] = array if isinstance(array, Member) else self._add(array, name)
+        if not isinstance(array, Member):
+            array = self._add(name.partition("/")[2], array, name)
+        self.data[name] = array
 
     def __delitem__(self, name: str) -> None:
         raise ValueError(f"{name} is written already")
 
-    def add(self, array: np.ndarray, item: int) -> Member:
+    def add(self, place: str, array: np.ndarray) -> Member:
         """Writes an array that may get a name later; without one, no reader sees it.
 
         Args:
+            place: the name without the position of the step, `KIND/ITEM/INDEX`.
             array: the array.
-            item: a shard or copy of this file.
         """
-        found = self._add(array, name := f"1/{KEPT}/{item}/{self._num_kept[item]}")
-        self._num_kept[item] += found.name == f"{name}.npy"
-        return found
+        self._num_kept += 1
+        return self._add(place, array, f"1/{KEPT}/{place.split('/')[1]}/{self._num_kept}")
 
-    def _add(self, array: np.ndarray, name: str) -> Member:
+    def forget(self) -> None:
+        """Frees the memory of the latest arrays, as further ones are of other steps."""
+        self._latest.clear()
+
+    def _add(self, place: str, array: np.ndarray, name: str) -> Member:
         array = np.asarray(array)
         if array.dtype.kind not in "biufSU":
             raise ValueError(f"an array of {array.dtype} cannot be recorded")
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-        firsts = self._firsts[array.dtype, array.shape, _checksum(array)]
-        first = next((member for member in firsts if self._has(member, array)), None)
-        if first is None:
-            firsts.append(first := self._write(name, array))
-        return first
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        elements = array.tobytes()  # A copy, as the next step or another thread may change them.
+        bits = array.dtype, array.shape, elements
+        kind, _, index = place.split("/", 2)
+        if group := _GROUPS.get(kind):
+            latest, member = self._latest.get((group, index), (None, None))
+            if member is None or latest != bits:
+                member = self._write(name, *bits)
+                self._latest[group, index] = bits, member
+            return member
+        return self._write(name, *bits)
 
-    def _has(self, member: Member, array: np.ndarray) -> bool:
-        """Returns whether the elements of a member, as they are in the file, are those.
-
-        It moves the position in the file, which `ZipFile` sets before it writes a member.
-        """
-        if not (array.nbytes and self._file.readable()):
-            return not array.nbytes
-        self._file.seek(self._offsets[member.name])
-        try:
-            for own in _chunks_of(array):
-                written = self._file.read(len(own))
-                if len(written) < len(own):
-                    raise OSError(errno.EIO, "another program shortened the file")
-                if written != own:
-                    return False
-            return True
-        finally:
-            self._file.flush()  # A process that is forked has nothing that it read ahead.
-
-    def _write(self, name: str, array: np.ndarray) -> Member:
-        header = io.BytesIO()
-        header_data = np.lib.format.header_data_from_array_1_0(array)
-        np.lib.format.write_array_header_1_0(header, header_data)
+    def _write(self, name: str, dtype: np.dtype, shape: tuple[int, ...], elements: bytes) -> Member:
+        header = _header(dtype, shape)
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
-            member.write(header.getvalue())
-            if self._file.readable():
-                self._offsets[f"{name}.npy"] = self._file.tell()
-            for chunk in _chunks_of(array):  # Another thread may change the array meanwhile.
-                member.write(chunk)
+            member.write(header)
+            member.write(elements)
         if self._path:
             self._file.flush()  # A process that is forked has nothing left to write.
-        where = self._path, self._zip, f"{name}.npy"
-        return Member(*where, array.dtype, array.shape, header.tell())
+        return Member(self._path, self._zip, f"{name}.npy", dtype, shape, len(header))
 
     def close(self, about: About | Mapping[str, Any], renamed: Callable[[str], str] = str) -> None:
         """Writes the description and the index.
@@ -285,8 +235,9 @@ class Writer(Arrays):
         """
         firsts = {renamed(name): x.name.removesuffix(".npy") for name, x in self.data.items()}
         aliases = {name: first for name, first in firsts.items() if name != first}
-        self._write("about", np.array(json_of(about, aliases)))
+        self._add("about/0/0", np.array(json_of(about, aliases)), "about")
         self._zip.close()
+        self.forget()
         if self._path:
             self._file.flush()
             os.fsync(self._file.fileno())  # A power cut leaves the whole file, or no index.
@@ -299,6 +250,15 @@ class Writer(Arrays):
             self._file.close()
         with contextlib.suppress(OSError):
             os.truncate(self._path, 0)
+
+
+@functools.lru_cache(maxsize=1024)  # Many arrays have the same one.
+def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """Returns what a member has before its elements."""
+    header = io.BytesIO()
+    keys = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, keys)
+    return header.getvalue()
 
 
 def _open_alone(path: str) -> BinaryIO:

@@ -182,7 +182,6 @@ class About:
         syncs_batch_norm: whether BatchNorm normalises over all shards.
         reduction: what the all-reduce computes from "raw", "sum" or "mean"; "" if unknown.
         order: "reduce, clip", or "clip, reduce" as Keras' `fit` under a strategy.
-        reduced_in: dtype in which gradients are all-reduced, "" for their own.
         computed_in: dtype in which layers compute, as under autocast; "" for that of the weights.
         device: kind of the devices, as "cpu" or "cuda"; "" if unknown.
         optimizer: class and constant settings.
@@ -212,7 +211,6 @@ class About:
         draws_apart: whether a reference by parts computed something else with the number of another
             replica from the same random state, in each step.
         left_out: sentences that say what a script keeps and the file does not have, and why.
-        parts: for each device, weight → shape of the part that it holds; empty for whole copies.
         mesh: axis of the devices → their number along it, the outer axis first; empty without
             further axes than data.
         data_axes: the axes of the mesh that split the examples; `num_replicas` is the product of
@@ -243,7 +241,6 @@ class About:
     syncs_batch_norm: bool = False
     reduction: str = ""
     order: str = REDUCE_FIRST
-    reduced_in: str = ""
     computed_in: str = ""
     device: str = ""
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -261,7 +258,6 @@ class About:
     not_loaded: tuple[str, ...] = ()
     draws_apart: bool = False
     left_out: tuple[str, ...] = ()
-    parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     data_axes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()

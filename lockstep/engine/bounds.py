@@ -279,10 +279,9 @@ class OfChanges:
 
 def of_sums(pair: Pair, times: float = OF_REDUCTION) -> OfSums:
     """Returns the bound of what copies got, as a sum of what shards computed."""
-    unit = UNITS.get(pair.training.trace.about.reduced_in, EPS)
     arrays = (a for own in pair.training.named("raw") for a in own.values())
     units = [unit_of(array) for array in arrays if np.any(wide(array))]
-    return OfSums(max(unit, min(units, default=EPS)), times)
+    return OfSums(max(EPS, min(units, default=EPS)), times)
 
 
 def of_outputs(bound: Tolerance) -> float:

@@ -22,14 +22,13 @@ class Output:
 
     Args:
         path: File to write; one that has this name is replaced when the first array is written.
-        item: A shard or copy that the file has.
 
     Attributes:
         error: The error that ended the file; None without one.
     """
 
-    def __init__(self, path: str, item: int = 0) -> None:
-        self._path, self._item = path, item
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._writer: Writer | None = None
         self.error: OSError | None = None
         self._lock = threading.Lock()  # Autograd has a thread for each GPU.
@@ -39,15 +38,20 @@ class Output:
         """Whether nothing more is written."""
         return self.error is not None
 
-    def add(self, array: np.ndarray) -> Member | None:
-        """Writes an array that gets its name later, if at all; returns what `put` takes."""
-        found: Member | None = self._call(Writer.add, array, self._item)
+    def add(self, place: str, array: np.ndarray) -> Member | None:
+        """Writes an array of `KIND/ITEM/INDEX`, which may get a name; returns what `put` takes."""
+        found: Member | None = self._call(Writer.add, place, array)
         return found
 
     def put(self, name: str, array: np.ndarray | Member | None) -> None:
         """Writes an array, or names one that was added."""
         if array is not None:
             self._call(Writer.__setitem__, name, array)
+
+    def forget(self) -> None:
+        """Frees memory between steps that are recorded; see `Writer.forget`."""
+        if self._writer is not None:
+            self._writer.forget()
 
     def close(self, about: Mapping[str, Any], renamed: Callable[[str], str] = str) -> None:
         """Finishes the file; see `Writer.close`."""

@@ -133,6 +133,8 @@ class record:
         """Runs the step, and records it if its number is among `steps`."""
         number, self._number, ids = self._number, self._number + 1, self._notes.take()
         if number not in self._wanted or not self._request:
+            if self._output:
+                self._output.forget()
             return self.step(*args, **kwargs)
         names, leaves, tree = flatten((args, kwargs), skip=1)
         arrays = {i: plain(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}

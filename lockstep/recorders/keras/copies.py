@@ -64,7 +64,11 @@ class Copies:
         def begin(*sizes: np.ndarray) -> np.int64:
             number = self._request.first_step + self._num_seen[replica]
             self._num_seen[replica] += 1
-            return np.int64(number if number in self._request.wanted else -1)
+            if number in self._request.wanted:
+                return np.int64(number)
+            if self.output:
+                self.output.forget()
+            return np.int64(-1)
 
         # At the end of the data, a step begins in vain: it must not be counted.
         sizes = [tf.size(leaf) for leaf in data[:1]]
@@ -124,13 +128,13 @@ class Copies:
 
     def _keep(self, key: tuple[int, str, int], arrays: Mapping[str, np.ndarray]) -> None:
         """Keeps copies of arrays, or writes them; their buffers are reused."""
-        number, kind, _ = key
+        number, kind, replica = key
         if kind == "start" and number != min(self._request.wanted):
             return
         kept = self.kept.setdefault(key, {})
         for place, array in self._sampled(kind, arrays).items():
-            copy = plain_copy(array)
-            kept[place] = copy if kind == "learning_rate" else self.output.add(copy)
+            copy, name = plain_copy(array), f"{kind}/{replica}/{place}"
+            kept[place] = copy if kind == "learning_rate" else self.output.add(name, copy)
 
     def _sampled(self, kind: str, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Returns arrays by their places, of which large ones are sampled."""

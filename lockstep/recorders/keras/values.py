@@ -1,4 +1,4 @@
-"""Tensors, variables and nests of TensorFlow, as arrays and as JSON text."""
+"""Tensors, variables and nests of TensorFlow, as arrays."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -144,7 +144,7 @@ class record:
             return
         own, place = self.recording, self.recording.placement
         path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
-        own.output = Output(path, place.rank)
+        own.output = Output(path)
         self.gradients.install_always(self.counters)
         self.forward.install_always(self.counters)
         self.counters.enter_context(self.notes)
@@ -170,6 +170,7 @@ class record:
         if own.is_on:
             self._install()
         elif self.has_hooks:
+            own.output.forget()
             own.hooks.close()
             self.has_hooks = False
 

@@ -304,7 +304,8 @@ class Recording:
         item = self.placement.rank if item is None else item
         key, is_written = f"{kind}/{item}/{index}", self._is_written_at_once(kind)
         for end, array in arrays.items():
-            self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
+            place = f"{key}{end}"
+            self.step.arrays[place] = self.output.add(place, array) if is_written else array
 
     def _is_written_at_once(self, kind: str) -> bool:
         mesh = self.placement.mesh
@@ -362,10 +363,12 @@ class Recording:
         )
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
-        for key, array in step.arrays.items():
+        # One that equals the latest gradient is an alias: a sum that is applied, before its parts.
+        for key, array in sorted(step.arrays.items(), key=lambda pair: pair[0].startswith("raw/")):
             # The index of an array of a module is known at the end.
             is_of_module = ":" in key and not isinstance(array, Member)
-            self.output.put(f"{position}/{key}", self.output.add(array) if is_of_module else array)
+            found = self.output.add(key, array) if is_of_module else array
+            self.output.put(f"{position}/{key}", found)
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""

@@ -122,8 +122,8 @@ class record_log_probs:
                 arrays[name] = joined
             else:
                 self._names[name] = None
-                key = f"{position}/module_out/0/0:{name}"
-                self._output.put(key, self._output.add(to_array(joined)))
+                key = f"module_out/0/0:{name}"
+                self._output.put(f"{position}/{key}", self._output.add(key, to_array(joined)))
         self._kept.clear()
         for kind, value in arrays.items():
             self._output.put(f"{position}/{kind}/0/0", to_array(value))
