@@ -48,7 +48,8 @@ def other_examples(look: Look) -> Finding | None:
             views = step.trace.views(step.position, "data", shard, index)
             first = next(iter(views.values()), None)
             if odd := [rank for rank, own in views.items() if not same_bits(own, first)]:
-                return Finding(EXAMPLES, ranks=tuple(odd), seen={"views": True})
+                text = "ranks compute one replica together, from unlike examples"
+                return Finding(EXAMPLES, ranks=tuple(odd), seen={"views": True, "text": text})
     if look.batches.differ(number):
         right, own = look.batches.rows[number]
         if look.skipped:
@@ -89,7 +90,7 @@ def outputs(look: Look) -> Finding | None:
     number, largest = sum(int(np.sum(x > look.limit)) for _, x in far), max(x.max() for _, x in far)
     seen = {"text": f"outputs of {number} of {total} examples differ, by up to {largest:.2g}"}
     if all(_are_losses(m.arrays["y_grad"]) for m, _ in far):
-        return Finding(LOSS, ranks=ranks, seen={**seen, "by": "form"})
+        return Finding(LOSS, ranks=ranks, seen=seen)
     if look.random and not look.pair.has_same_shards:
         return Finding(RANDOM, ranks=ranks, seen=seen)
     return Finding(OUTPUTS, ranks=ranks, seen=seen)
@@ -120,26 +121,13 @@ def loss(look: Look) -> Finding | None:
         ranks = tuple(sorted({term.rank for term in terms}))
         return Finding(LOSS, ranks=ranks, given=(formula,), seen={"by": "rank"})
     ranks = tuple(sorted({m.shard for m, _, x in known if np.any(x > limit)}))
-    own = np.concatenate([f for _, f, _ in known])
     if text := _read_targets(look):
-        return Finding(EXAMPLES, ranks=ranks, seen={"read": text, "are_moved": _are_moved(look)})
-    is_scaled = all(_is_scaled(m.arrays["y_grad"], f, limit) for m, f, _ in known)
+        return Finding(EXAMPLES, ranks=ranks, seen={"read": text})
     share = look.pair.framework_share
     shares = [share] * len(look.pair.shards) if share else ()
     agrees = look.loss_agrees(shares)
     node = GRADIENT if agrees else LOSS
-    seen = {"by": "example" if is_scaled else "form", "factors": own, "unknown": True}
-    return Finding(node, ranks=ranks, seen=seen)
-
-
-def _is_scaled(arrays: examples.Arrays, factors: np.ndarray, limit: float) -> bool:
-    """Returns whether the loss gradient of each example is a multiple of the reference's."""
-    for both in arrays:
-        a, b = (dense(x).reshape(len(x), -1) for x in both)
-        far = np.linalg.norm(b - np.nan_to_num(factors)[:, None] * a, axis=1)
-        if a.shape[1] < 2 or np.any(far > limit * np.maximum(np.linalg.norm(b, axis=1), TINY)):
-            return False
-    return True
+    return Finding(node, ranks=ranks, seen={"unknown": True})
 
 
 def _read_targets(look: Look) -> str:
@@ -155,16 +143,6 @@ def _read_targets(look: Look) -> str:
                 return ""
             num += int(np.sum(rows[0][used].argmin(1) != rows[1][used].argmin(1)))
     return f"{num} outputs have another target" if num else ""
-
-
-def _are_moved(look: Look) -> bool:
-    """Returns whether the targets are those of the reference, next to other outputs."""
-
-    def classes(array: np.ndarray) -> list[int]:
-        return sorted(dense(array).reshape(-1, array.shape[-1]).argmin(1).tolist())
-
-    pairs = [both for matched, *_ in look.loss_factors for both in matched.arrays["y_grad"]]
-    return all(classes(a) == classes(b) for a, b in pairs)
 
 
 # --- Clipping -------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ from lockstep.numeric.arrays import EPS, Named, dense, distance, norm, ratio, sa
 OF_CHANGE = 0.01
 # Digits of a copy that was saved and loaded, in another layout.
 COPIED = 4
-NOT_RESTORED, SHIFTED, RESTARTED = "not_restored", "shifted_state", "examples_restarted"
-OF_ANOTHER = "of another weight"
 NOUNS = {WEIGHT: "weights", STATISTIC: "buffers or averages", STATE: "arrays of optimizer state",
          SEED: "seeds"}  # fmt: skip
 
@@ -141,8 +139,7 @@ def _lost_state(pair: Pair) -> Finding | None:
         texts.append(f"{len(of)} of {total} {NOUNS[kind]}: {how}")
     names = tuple(dict.fromkeys(name for formula in formulas for name in formula.names))
     ranks = tuple(sorted({rank for formula in formulas for rank in formula.copies}))
-    name = SHIFTED if any(how == OF_ANOTHER for _, how in found) else NOT_RESTORED
-    seen = {"lost": name, "text": "; ".join(texts)}
+    seen = {"is_resumed": True, "text": "; ".join(texts)}
     return Finding(START, names, ranks, (*formulas,), (), seen) if found else None
 
 
@@ -180,7 +177,7 @@ def _in_place(
     others = [v.first for v in pair.variables if v.kind == STATE and v.weight != variable.weight]
     is_state = variable.kind == STATE and value.size > 1
     if is_state and any(_same(value, rights[at].get(name)) for name in others):
-        return OF_ANOTHER
+        return "of another weight"
     return "unlike those of the reference"
 
 
@@ -201,7 +198,7 @@ def _earlier_examples(pair: Pair, batches: Batches) -> Finding | None:
         step = Step(pair.reference.trace, position)
         if step.has("data") and sum(rows_of(step, None), Rows()) == own:
             text = f"the examples are those of step {step.number} of the reference again"
-            return Finding(EXAMPLES, seen={"lost": RESTARTED, "text": text})
+            return Finding(EXAMPLES, seen={"text": text})
     return None
 
 
@@ -218,7 +215,7 @@ def _other_numbers(pair: Pair) -> Finding | None:
             for position, number in enumerate(first.trace.steps):
                 if same_arrays(own, Step(first.trace, position).arrays("random")[shard]):
                     what = f"those of step {number} again"
-    seen = {"lost": NOT_RESTORED, "text": f"the random states are {what}"}
+    seen = {"is_resumed": True, "text": f"the random states are {what}"}
     return Finding(RANDOM, ranks=tuple(wrong), seen=seen) if wrong else None
 
 
@@ -231,4 +228,4 @@ def _other_scale(pair: Pair) -> Finding | None:
     if not ranks:
         return None
     text = f"the loss scale is {own[ranks[0]]:g}, in the reference {right:g}"
-    return Finding(GRADIENT, ranks=ranks, seen={"lost": NOT_RESTORED, "text": text})
+    return Finding(GRADIENT, ranks=ranks, seen={"is_resumed": True, "text": text})

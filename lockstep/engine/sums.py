@@ -324,9 +324,9 @@ def _node_of(
     """Returns whether the loss, its gradient, the sum, or what is added after it is wrong."""
     if any(term.offset for term in found[0].terms):
         # What is added to a whole gradient was not cleared; what replaces it came too early.
-        is_stale = any(_has_earlier(f) and not np.all(f.shares) for f in found)
+        is_stale = any(f.has_earlier and not np.all(f.shares) for f in found)
         return SUM if is_stale else GRADIENT
-    if any(term.kind in ("weight", "sign") for term in found[0].terms):
+    if any(term.is_weight for term in found[0].terms):
         is_added = any(np.any(f.of("weight", "sign")) for f in found)
         is_computed = any(np.any(f.of("weight", "sign")) for f in right)
         return UPDATE if is_added and not is_computed else computed_wrongly(look)
@@ -361,12 +361,6 @@ def _are_clipped(look: Look, found: Sequence[Formula]) -> bool:
         if not is_constant(shares * np.array(norms)):
             return False
     return True
-
-
-def _has_earlier(formula: Formula) -> bool:
-    """Returns whether a gradient of the step before counts."""
-    both = zip(formula.factors, formula.terms, strict=True)
-    return any(abs(factor) > CLOSE for factor, term in both if term.offset)
 
 
 def _node_of_factor(

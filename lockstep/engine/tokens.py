@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.trace import Trace
-from lockstep.engine import settings
 from lockstep.engine.look import Finding
 from lockstep.engine.pair import Pair
 from lockstep.engine.solve import Formula
@@ -105,11 +104,7 @@ class Tokens:
     def finding(self) -> Finding | None:
         """Returns what differs: the weights, or the outputs of equal ones."""
         if weights := _other_weights(self._pair):
-            seen = {
-                "lost": "weights_not_synchronised",
-                "text": f"{len(weights)} weights are others",
-            }
-            return Finding(START, weights, seen=seen)
+            return Finding(START, weights, seen={"text": f"{len(weights)} weights are others"})
         temperature = self._temperature() if self.places else ""
         # NaN, in one or both, is no small difference.
         is_large = self.places and not (
@@ -117,16 +112,10 @@ class Tokens:
         )
         if not (is_large or temperature):
             return None
-        words, name = temperature, "other_temperature"
-        if not words:
-            words, name = self._shifted() or self._other_positions(), "other_positions"
+        words = temperature or self._shifted() or self._other_positions()
         formula = (Formula(("log_probs",), (), (), (), words=words),) if words else ()
-        seen = {"text": f"{words}: {self.text}" if words else self.text}
-        if words:
-            seen["lost"] = name
-        elif "mode" not in settings.other_layers(self._pair) and self._is_reduced:
-            seen["lost"] = "reduced_precision" if self._apart.max() <= self._usual else ""
-        return Finding(OUTPUTS, given=formula, seen=seen)
+        text = f"{words}: {self.text}" if words else self.text
+        return Finding(OUTPUTS, given=formula, seen={"text": text, "is_explained": bool(words)})
 
     def _temperature(self) -> str:
         """Returns in words that logits, divided by one number, explain all."""

@@ -1,6 +1,6 @@
 """Updates by the reference's rule with something changed, and averages of weights: evidence."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def _candidates(look: Look) -> Iterator[tuple[str, str, Named]]:
         return
     yield "updated_twice", "the update is made twice", oracle.update(once, used)
     stateless = {n: a for n, a in before.items() if pair.reference.trace.kinds[n] != STATE}
-    yield "reset_state", "the update starts from no state", oracle.update(stateless, used)
+    yield "state_lost", "the update starts from no state", oracle.update(stateless, used)
     if any(rule.mixes_elements for rule in oracle.rules.values()):
         num = pair.num_ranks
         for axis in (0, 1):
@@ -60,44 +60,31 @@ def _fits(finding: Finding, look: Look, new: Named) -> bool:
     return num > 0
 
 
-def other_average(finding: Finding, look: Look) -> tuple[str, str] | None:
-    """Says how an average of weights differs: X' = k·X + (1 − k)·W' in the reference.
-
-    "stale" with the weights before the update, "doubled" if it is made twice, else "decay".
-    """
-    found = dict[str, str]()
+def other_average(finding: Finding, look: Look) -> str:
+    """Says how averages of weights differ: X' = k·X + (1 − k)·W' in the reference."""
+    text = ""
     for change in finding.seen.get("changes", ()):
         variable, (first, copies) = change.variable, look.pair.states(change.variable)
         own, average = copies[change.copy], look.averages.of(variable.first)
         if first is None or own is None or average is None:
-            return None
+            return ""
         kept = average.kept.get(look.pair.number)
-        source = look.pair.states(average.source)[0]
+        source = look.pair.state(average.source)
         if kept is None or source is None or not np.any(dense(own.old)):
             continue
         old, new = variable.as_first(own.old), variable.as_first(own.new)
         starts_there = norm(old - dense(source.old)) <= FITS * norm(old)
-        if starts_there and same_bits(*own):
-            found["stale"] = "it takes the weights before the update, which it has"
+        if same_bits(*own):
+            if not starts_there:
+                return ""
+            text = "it takes the weights before the update, which it has"
             continue
         terms = [{"": old}, {"": dense(source.new)}]
         terms += [] if starts_there else [{"": dense(source.old)}]
         factors, known = solve({"": new}, terms, [""])
         value = sum(f * t[""] for f, t in zip(factors, terms, strict=True))
-        if not known.all() or norm(new - value) > FITS * norm(new) or same_bits(*own):
-            return None
-        how, text = _meaning(kept, [*map(float, factors), 0.0][:3], starts_there=starts_there)
-        found[how] = text
-    return next(iter(found.items())) if len(found) == 1 else None
-
-
-def _meaning(kept: float, factors: Sequence[float], *, starts_there: bool) -> tuple[str, str]:
-    own_kept, share, stale = factors
-    shown = (
-        f"X' = {own_kept:.4g}·X + {share:.4g}·W' + {stale:.4g}·W, in the reference"
-        f" {kept:.4g}·X + {1 - kept:.4g}·W'"
-    )
-    is_stale = abs(stale) > CLOSE and abs(own_kept - kept) < CLOSE
-    if abs(share) < CLOSE and (is_stale or starts_there):
-        return "stale", shown
-    return ("doubled" if abs(own_kept - kept**2) < CLOSE * kept else "decay"), shown
+        if not known.all() or norm(new - value) > FITS * norm(new):
+            return ""
+        shown = [f"{f:.4g}·{x}" for f, x in zip(factors, ("X", "W'", "W"), strict=False)]
+        text = f"X' = {' + '.join(shown)}, in the reference {kept:.4g}·X + {1 - kept:.4g}·W'"
+    return text

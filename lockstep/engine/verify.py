@@ -289,11 +289,12 @@ class _Training:
         is_own = pair.is_port and pair.has("before") and not self.training.about.replayed
         if is_own and pair.number == 0 and (drawn := drawn_otherwise(pair)):
             text = "weights are drawn from another distribution, by their sizes"
-            return Finding(START, (*drawn,), seen={"lost": "other_initialiser", "text": text})
+            return Finding(START, (*drawn,), seen={"text": text})
         trained = [*settings.trained_elsewhere(pair)] if not pair.is_port else []
         if trained:
             names = tuple(name for name, _ in trained)
-            return Finding(START, names, seen={"trained": trained[0][1]})
+            whose = "in_reference" if trained[0][1] else "in_training"
+            return Finding(START, names, seen={whose: True})
         return None
 
     def _has_drifted(self, pair: Pair) -> bool:

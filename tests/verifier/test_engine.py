@@ -234,7 +234,7 @@ def test_states_alone_show_a_right_training_and_a_sum():
     for optimizer in ({}, ADAM):
         first = {**optimizer, **WITHOUT_GRADIENTS}
         verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
-        assert (*place_of(verdict), verdict.name) == (FAULT, "sum", 0, "sum_instead_of_mean")
+        assert (*place_of(verdict), verdict.name) == (FAULT, "sum", 0, "wrong_factor")
 
 
 def test_nan_in_both_is_never_clean():
