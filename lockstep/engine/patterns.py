@@ -586,7 +586,6 @@ TABLE = (
     Row((RANDOM, LOSS), "same_random_numbers", stream(SAME)),
     Row((RANDOM, LOSS, BETWEEN), "other_random_numbers", stream(OTHER)),
     Row((RANDOM,), "other_preprocessing", examples(ids_are_equal)),
-    Row((OUTPUTS,), "other_outputs", seen("is_explained")),
     Row((OUTPUTS, BETWEEN), "inference_mode", layers("mode")),
     Row((OUTPUTS, LOSS), "reduced_precision", layers("dtype")),
     Row((BETWEEN,), "diverged_replicas", unlike_copies),
