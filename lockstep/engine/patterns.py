@@ -579,7 +579,6 @@ TABLE = (
     Row((EXAMPLES,), "not_reshuffled", examples(are_not_shuffled)),
     Row((EXAMPLES,), "batch_not_split", examples(are_lost_or_repeated)),
     Row((EXAMPLES,), "other_examples", examples(lambda finding, look, rows: True)),
-    Row((EXAMPLES,), "other_examples", always("")),
     Row((LOSS,), "lost_part", lost_loss),
     Row((LOSS,), "mean_of_means", mean_of_means),
     Row((RANDOM, LOSS, BETWEEN), "random_numbers_repeated", stream(REPEATED)),

@@ -8,7 +8,7 @@ one of unequal ranks, what they computed is: of their loss, or of its gradient.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,14 @@ class Asked(NamedTuple):
     right: Named
     names: Sequence[str]
     ranks: Sequence[int]
-    seen: dict
+    seen: dict[str, Any]
+
+    def finding(
+        self, node: str, given: Sequence[Formula] = (), right: Sequence[Formula] = (), **seen: Any
+    ) -> Finding:
+        """Returns the finding that these are wrong at a node."""
+        all_seen = {**self.seen, **seen}
+        return Finding(node, (*self.names,), (*self.ranks,), (*given,), (*right,), all_seen)
 
 
 def gradients(look: Look) -> Finding | None:
@@ -77,35 +84,35 @@ def gradients(look: Look) -> Finding | None:
     asked = _asked(look)
     if asked is None:
         return None
-    if by_hand := _changed_by_hand(look, asked):
-        return by_hand
-    if is_missing := _missing(look, asked):
-        return is_missing
-    first: Finding | None = None
+    if finding := _changed_by_hand(look, asked) or _missing(look, asked):
+        return finding
     is_read = any(
         distance(own[name], got[name])
         for own, got in zip(asked.given, look.pair.sums, strict=True)
         for name in asked.names
     )
-    times = OF_READ if is_read else bounds.OF_REDUCTION
+    found = _by_terms(look, asked, OF_READ if is_read else bounds.OF_REDUCTION)
+    if found and found.node == GRADIENT and found.seen.get("unknown") and draws_unlike(look):
+        return dataclasses.replace(found, node=RANDOM)
+    return found or _in_parts(look, asked)
+
+
+def _by_terms(look: Look, asked: Asked, times: float) -> Finding | None:
+    """Returns the formulas that fit what copies got, and better the reference's as well."""
+    first: Finding | None = None
     for terms, bound in _sets_of_terms(look, asked.right, bounds.of_sums(look.pair, times)):
         found, left = _of_copies(asked, terms, bound)
         if not found or left:
             continue
         usual = [[1.0] * len(terms), [1 / len(terms)] * len(terms)]
         right, unknown = formulas(asked.right, asked.names, terms, Solved(look.bound), usual)
-        finding = Finding(
-            _node_of(look, asked, found, right, unknown), (*asked.names,), (*asked.ranks,),
-            (*found,), (*right,), {**asked.seen, "unknown": bool(unknown)},
-        )  # fmt: skip
+        node = _node_of(look, asked, found, right, unknown)
+        finding = asked.finding(node, found, right)
         if not unknown:
             return finding
+        finding = dataclasses.replace(finding, seen={**finding.seen, "unknown": True})
         first = first or finding
-    if by_operator := _by_operator(look, asked):
-        return by_operator
-    if first and first.node == GRADIENT and draws_unlike(look):
-        return dataclasses.replace(first, node=RANDOM)
-    return first or _in_parts(look, asked)
+    return _by_operator(look, asked) or first
 
 
 def _asked(look: Look) -> Asked | None:
@@ -208,11 +215,11 @@ def _changed_by_hand(look: Look, asked: Asked) -> Finding | None:
             return None
     else:
         return None
-    ratios = _ratios(look, asked)
+    wrong = [asked.given[copy] for copy in asked.ranks]
+    ratios = _multiples(look, wrong, asked.names, asked.right)
     if len(ratios) and is_one_of(ratios, [n for n in _usual_factors(look) if n != 1]):
         return None  # A sum in place of a mean, or the other way round.
-    seen = {**asked.seen, "factor": pair.hand_factor, "local": local_norms(pair)}
-    return Finding(CLIPPING, (*asked.names,), (*asked.ranks,), (*given,), (), seen)
+    return asked.finding(CLIPPING, given, factor=pair.hand_factor, local=local_norms(pair))
 
 
 def _factors_received(look: Look) -> np.ndarray:
@@ -220,41 +227,33 @@ def _factors_received(look: Look) -> np.ndarray:
 
     Only where a script changes it by hand: else it is what is asked for.
     """
-    pair, found = look.pair, list[float]()
+    pair = look.pair
     right = pair.right_received or pair.right_sum
     is_changed = any(
         not np.array_equal(own[n], got[n])
         for own, got in zip(pair.sums, pair.received, strict=False)
         for n in pair.names
     )
-    for own in pair.received if is_changed else ():
-        names = [n for n in pair.names if norm(right[n])]
-        more, left = formulas(own, names, [Term("G", "right", -1, right)], Solved(look.bound))
-        if left or len(more) != 1:
+    names = [n for n in pair.names if norm(right[n])] if is_changed else []
+    return _multiples(look, pair.received if names else [], names, right)
+
+
+def _multiples(
+    look: Look, given: Sequence[Named], names: Sequence[str], right: Named
+) -> np.ndarray:
+    """Returns the factors of gradients over the reference's; empty if they are no multiples."""
+    found, term = list[float](), Term("G", "right", -1, right)
+    for own in given:
+        more, left = formulas(own, names, [term], Solved(look.bound))
+        if left:
             return np.zeros(0)
-        found.append(more[0].factors[0])
+        found += [f.factors[0] for f in more]
     return np.array(found)
 
 
 def _usual_factors(look: Look) -> list[float]:
     """Returns the factors between a sum and a mean."""
     return [1.0, *map(float, look.numbers), *(1 / n for n in look.numbers)]
-
-
-def _ratios(look: Look, asked: Asked) -> np.ndarray:
-    """Returns factors of wrong gradients over the reference's; empty if they are no multiples."""
-    found = []
-    for copy in asked.ranks:
-        own, left = formulas(
-            asked.given[copy],
-            asked.names,
-            [Term("G", "right", -1, asked.right)],
-            Solved(look.bound),
-        )
-        if left:
-            return np.zeros(0)
-        found += [f.factors[0] for f in own]
-    return np.array(found)
 
 
 def _missing(look: Look, asked: Asked) -> Finding | None:
@@ -467,13 +466,7 @@ def reduced_after_clipping(look: Look) -> Finding | None:
     apart = [n for n in names if not copies_are_equal(pair.used, n)]
     seen = {"apart": apart, "all": _are_all(names, pair.right_used)}
     asked = Asked(pair.used, pair.right_used, names, [*wrong], seen)
-    for terms, bound in _sets_of_terms(look, pair.right_used, bounds.of_sums(pair, OF_ROWS)):
-        found, left = _of_copies(asked, terms, bound)
-        if found and not left:
-            right, unknown = formulas(pair.right_used, names, terms, Solved(look.bound))
-            node = _node_of(look, asked, found, right, unknown)
-            return Finding(node, (*names,), (*wrong,), (*found,), (*right,), asked.seen)
-    return _by_operator(look, asked)
+    return _by_terms(look, asked, OF_ROWS)
 
 
 def unused(look: Look) -> Finding | None:
@@ -529,9 +522,8 @@ def hidden_in_sum(look: Look) -> Finding | None:
     if any(look.wrong(own, right) for own in given):
         return None  # What is not even near was not used.
     apart = [n for n in names if not copies_are_equal(given, n)]
-    seen = {"apart": apart, "all": _are_all(names, whole)}
-    finding = _by_operator(look, Asked(given, whole, names, ranks, seen))
-    return finding or Finding(SUM, (*names,), (*ranks,), seen={**seen, "unknown": True})
+    asked = Asked(given, whole, names, ranks, {"apart": apart, "all": _are_all(names, whole)})
+    return _by_operator(look, asked) or asked.finding(SUM, unknown=True)
 
 
 # --- Operators ------------------------------------------------------------------------------------
@@ -570,7 +562,7 @@ def _rounded(look: Look, asked: Asked) -> Finding | None:
             of_terms = bool(pair.raw) and all(unit_of(array) > EPS for array in computed)
             found = [f._replace(operator=f"rounded to {dtype}") for f in found]
             node = GRADIENT if of_terms else SUM
-            return Finding(node, (*asked.names,), (*asked.ranks,), (*found,), (), asked.seen)
+            return asked.finding(node, found)
     return None
 
 
@@ -584,7 +576,7 @@ def _each_rounded(
     if not found or left or not all(is_one_of(f.shares, _usual_factors(look)) for f in found):
         return None
     found = [f._replace(operator=f"each rounded to {dtype}") for f in found]
-    return Finding(SUM, (*asked.names,), (*asked.ranks,), (*found,), (), asked.seen)
+    return asked.finding(SUM, found)
 
 
 def _clipped_first(look: Look, asked: Asked) -> Finding | None:
@@ -598,7 +590,7 @@ def _clipped_first(look: Look, asked: Asked) -> Finding | None:
         is_usual = all(is_one_of(f.shares, _usual_factors(look)) for f in found)
         if found and not left and is_usual and any(norm_of(g) > limit for g in pair.raw):
             found = [f._replace(operator=f"each clipped to norm {limit:.4g}") for f in found]
-            return Finding(GRADIENT, (*asked.names,), (*asked.ranks,), (*found,), (), asked.seen)
+            return asked.finding(GRADIENT, found)
     return None
 
 
@@ -626,8 +618,6 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
     rows, of_raw = _of_rows(look, asked) if pair.raw else ([], [])
     copy, name = asked.ranks[0], asked.names[0]
     place = where(asked.given[copy][name], asked.right[name])
-    seen = {**asked.seen, "of_copies": of_copies, "where": place, "local": local_norms(pair)}
-    seen["unknown"] = not (parts or of_copies or rows)
     changes = bool(pair.right_received) and abs(pair.hand_factor - 1) > OTHER
     if any(f.is_even or not f.shares.all() for f in of_copies):
         # What ranks of a model pass on is wrong in all weights before it.
@@ -648,8 +638,10 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
         node = SUM
     else:
         node = computed_wrongly(look)
-    given = (*(parts or rows),)
-    return Finding(node, (*asked.names,), (*asked.ranks,), given, (*of_raw,), seen)
+    return asked.finding(
+        node, parts or rows, of_raw, of_copies=of_copies, where=place, local=local_norms(pair),
+        unknown=not (parts or of_copies or rows),
+    )  # fmt: skip
 
 
 def draws_unlike(look: Look) -> bool:

@@ -282,7 +282,7 @@ class _Training:
     def _start(self, pair: Pair) -> Finding | None:
         """Judges where the training starts, and what it trains."""
         if self.is_resumed:
-            if finding := resume.lost(pair, self.batches):
+            if finding := resume.lost(pair):
                 return finding
         elif not self._has_drifted(pair) and (moved := [*other_starts(pair, self.bound)]):
             return _of_moved(START, moved)
