@@ -227,11 +227,6 @@ NAMES = {  # In the order of the nodes at which they are found.
         "Values stay as they were, and the reference's change.",
         "give the optimizer every weight, and apply the summed gradients on every rank",
     ),
-    "updated_twice": Name(
-        "updated twice",
-        "The update was applied more than once in a step.",
-        "apply the summed gradients once per step",
-    ),
     "other_learning_rate": Name(
         "other learning rate",
         "The update has another learning rate than the reference's.",
@@ -249,12 +244,6 @@ NAMES = {  # In the order of the nodes at which they are found.
         "The update follows another rule, or other settings of the same rule.",
         "use the same optimizer with the same settings, and set them explicitly: defaults of"
         " frameworks differ, as the epsilon of Adam",
-    ),
-    "updated_from_a_part": Name(
-        "update of a part alone",
-        "An optimizer that mixes the elements of a weight, as Muon, saw only a rank's part of it.",
-        "gather the gradient of the whole weight before the update, and give each rank its part of"
-        " the result",
     ),
     "state_lost": Name(
         "state lost",

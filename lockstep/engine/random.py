@@ -149,33 +149,6 @@ def _draw_for_all(pair: Pair) -> bool:
     return all(all(map(same_arrays, first, each)) for each in own)
 
 
-def moved_states(before: Pair, pair: Pair) -> list[Unlike]:
-    """Returns the states from which ranks draw that change between two steps, as none may.
-
-    Args:
-        before: the step before.
-        pair: the step.
-    """
-    steps = before.reference, pair.reference
-    if not _is_left_alone(*steps, 0):
-        return []
-    steps = before.training, pair.training
-    moved = [s for s in pair.shards if draws(steps[1], s) and _is_left_alone(*steps, s) is False]
-    what = "the random state, which changes between two steps,"
-    return [Unlike(OTHER, what, tuple(moved))] if moved else []
-
-
-def _is_left_alone(before: Step, after: Step, shard: int) -> bool | None:
-    """Returns whether the states of a shard stay as a step leaves them; None if it is unknown."""
-    is_own = after.has("own_random") or after.trace.about.replayed is None
-    if not (is_own and before.has("random_after") and after.has("random")):
-        return None
-    if shard >= len(before.shards) or shard >= len(after.shards):
-        return None
-    left, found = before.arrays("random_after")[shard], own_states(after, shard)
-    return same_arrays(left, found) if len(left) == len(found) else None
-
-
 def _earlier(pair: Pair) -> Iterator[tuple[States, States]]:
     """Yields the states of each earlier step, of the reference and of the training."""
     reference, training = pair.reference.trace, pair.training.trace

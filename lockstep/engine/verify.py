@@ -20,7 +20,7 @@ from lockstep.engine.measured import Table
 from lockstep.engine.missing import Missing
 from lockstep.engine.pair import Pair, has_batch_norms
 from lockstep.engine.patterns import named
-from lockstep.engine.random import REPEATED, SAME, draws, is_random, lost_states, moved_states
+from lockstep.engine.random import REPEATED, SAME, draws, is_random, lost_states
 from lockstep.engine.step import Step
 from lockstep.engine.sums import hidden_in_sum, unused
 from lockstep.engine.verdict import (
@@ -450,16 +450,13 @@ def _mixes_or_draws(step: Step) -> tuple[bool, bool]:
 
 
 def _caused_between(finding: Finding, look: Look) -> Finding:
-    """Returns a difference that layers or streams have since the step before, as one of then."""
-    pair, before = look.pair, look.pair.previous
+    """Returns a difference that layers have since the step before, as one of then."""
+    before = look.pair.previous
     if "mode" in look.layers and finding.node in (OUTPUTS, LOSS, GRADIENT):
         text = look.layers["mode"]
         if before and "mode" not in settings.other_layers(before):
             return Finding(BETWEEN, seen={"text": text, "mode": True}, is_before=True)
         return dataclasses.replace(finding, node=OUTPUTS, seen={**finding.seen, "text": text})
-    if finding.node == RANDOM and before and (moved := moved_states(before, pair)):
-        seen = {**finding.seen, "random": [*finding.seen.get("random", look.random), *moved]}
-        return Finding(BETWEEN, ranks=moved[0].ranks, seen=seen, is_before=True)
     return finding
 
 

@@ -43,7 +43,7 @@ FOUND = Verdict(
     measured=(Measured("outputs", 0.0, 8, 8), Measured("sum", 340.0, 3, 14)), tolerance="8 units",
 )  # fmt: skip
 RIGHT = dataclasses.replace(FOUND, status=CLEAN, place=None, formula=(), name="", reason="")
-NUM_DETAILS = 112  # Of version 3 of the JSON.
+NUM_DETAILS = 110  # Of version 3 of the JSON.
 
 
 @pytest.fixture(autouse=True)
