@@ -6,8 +6,7 @@ step from the size of the batch, its layers and what is summed. Nothing changes 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -59,13 +58,8 @@ OF_SOLUTION = 2
 OF_REDUCTION = 16
 
 
-class Bound(Protocol):
-    """What tells how far arrays are from sums of terms."""
-
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of an array from a sum of terms, over its bound."""
+# Observed arrays, a sum of terms, and names → name → distance of an array from it over its bound.
+Bound = Callable[[Named, Expression, Sequence[str]], dict[str, float]]
 
 
 # --- Of gradients ---------------------------------------------------------------------------------
@@ -202,64 +196,51 @@ def wrong_gradients(own: Named, right: Named, bound: Tolerance, pair: Pair) -> s
 # --- Of sums, and of outputs ----------------------------------------------------------------------
 
 
-class Solved:
-    """The bound of a reference's gradients as sums of terms that were solved for."""
+def solved(bound: Tolerance) -> Bound:
+    """Returns the bound of a reference's gradients as sums of terms that were solved for."""
 
-    def __init__(self, bound: Tolerance) -> None:
-        self._bound = bound
-
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of an array from a sum of terms, over its bound."""
-        found = self._bound.shares(observed, expression, names)
+    def shares(own: Named, expression: Expression, names: Sequence[str]) -> dict[str, float]:
+        found = bound.shares(own, expression, names)
         return {name: share / OF_SOLUTION for name, share in found.items()}
 
+    return shares
 
-class OfSums:
-    """The bound of a sum of recorded arrays: their own rounding, and that of the reduction."""
 
-    def __init__(self, unit: float = EPS, times: float = OF_REDUCTION) -> None:
-        self.unit, self.times = unit, times
+def of_rounding(unit: float = EPS, times: float = OF_REDUCTION) -> Bound:
+    """Returns the bound of a sum of recorded arrays: their own rounding and the reduction's."""
 
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of an array from a sum of terms, over its bound."""
+    def shares(own: Named, expression: Expression, names: Sequence[str]) -> dict[str, float]:
         found = {}
         for name in names:
             terms = [(c, stored(term, name)) for c, term in expression if name in term and c]
-            size = size_of(expression, name) or norm_in(observed, name)
-            gap = gap_of(stored(observed, name), terms)
-            found[name] = gap.length / (self.times * self.unit * size + TINY) if gap else np.inf
+            size = size_of(expression, name) or norm_in(own, name)
+            gap = gap_of(stored(own, name), terms)
+            found[name] = gap.length / (times * unit * size + TINY) if gap else np.inf
         return found
 
+    return shares
 
-class OfChanges:
-    """The bound of changes of state, as a 2-norm over each variable."""
 
-    def __init__(self, allowed: Named) -> None:
-        self._allowed = allowed
+def of_changes(allowed: Named) -> Bound:
+    """Returns the bound of changes of state, as a 2-norm over each variable."""
 
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of a change from a sum of terms, over its bound."""
+    def shares(own: Named, expression: Expression, names: Sequence[str]) -> dict[str, float]:
         found = {}
         for name in names:
-            value = np.zeros_like(observed[name])
-            for factor, term in expression:
-                value = value + factor * term[name] if name in term else value
-            found[name] = distance(observed[name], value) / self._allowed[name]
+            terms = [c * term[name] for c, term in expression if name in term]
+            value = np.sum([np.zeros_like(own[name]), *terms], axis=0)
+            found[name] = distance(own[name], value) / allowed[name]
         return found
 
+    return shares
 
-def of_sums(pair: Pair, times: float = OF_REDUCTION) -> OfSums:
+
+def of_sums(pair: Pair, times: float = OF_REDUCTION) -> Bound:
     """Returns the bound of what copies got, as a sum of what shards computed."""
     unit = UNITS.get(pair.training.trace.about.reduced_in, EPS)
     arrays = (a for own in pair.training.named("raw") for a in own.values())
     units = [unit_of(array) for array in arrays if np.any(wide(array))]
-    return OfSums(max(unit, min(units, default=EPS)), times)
+    return of_rounding(max(unit, min(units, default=EPS)), times)
 
 
 def of_outputs(bound: Tolerance) -> float:

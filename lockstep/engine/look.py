@@ -13,7 +13,7 @@ from lockstep.engine.claim import Claim
 from lockstep.engine.examples import Batches, Matched, factors_of, matched_examples, rows_apart
 from lockstep.engine.pair import Pair
 from lockstep.engine.random import Unlike, unlike_states
-from lockstep.engine.solve import Formula
+from lockstep.engine.solve import CLOSE, Formula, Term
 from lockstep.engine.step import Step
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, dense, distance, norm, of_each
 from lockstep.numeric.state_bounds import COMPUTED, unit_of_state
@@ -82,6 +82,11 @@ class Look:
         if not self.outputs_apart:
             apart = bounds.ROUNDING_OF_OUTPUTS
         return bounds.with_ties(self._tight, self.pair, apart)
+
+    @functools.cached_property
+    def solved(self) -> bounds.Bound:
+        """The bound of sums of terms that were solved for."""
+        return bounds.solved(self.bound)
 
     @functools.cached_property
     def _tight_shares(self) -> list[dict[str, float]]:
@@ -366,3 +371,23 @@ def parts_of_ranks(pair: Pair, name: str) -> list[tuple[int, tuple[slice, ...]]]
         if found:
             return found
     return []
+
+
+def factors_of_parts(pair: Pair, given: Sequence[Named], term: Term) -> list[Formula]:
+    """Returns the factors of the parts that ranks hold, over a term; no names where there is none.
+
+    Args:
+        pair: the step.
+        given: for each copy the whole arrays.
+        term: the reference's.
+    """
+    found = list[Formula]()
+    for name, right in term.arrays.items():
+        for rank, place in parts_of_ranks(pair, name):
+            own, first = given[rank][name][place], right[place]
+            factor = float(np.sum(own * first)) / max(float(np.sum(first * first)), TINY)
+            fits = distance(own, factor * first) <= CLOSE * norm(own) + TINY
+            names = (name,) if fits else ()
+            operator = f"part of rank {rank}"
+            found.append(Formula(names, (term,), (factor,), (True,), (rank,), operator))
+    return found

@@ -11,11 +11,11 @@ import numpy as np
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.engine import bounds, examples
 from lockstep.engine.claim import Change
-from lockstep.engine.look import Finding, Look, parts_of_ranks, where
+from lockstep.engine.look import Finding, Look, factors_of_parts, where
 from lockstep.engine.pair import Pair, State, Variable, copies_are_equal
 from lockstep.engine.random import OTHER
 from lockstep.engine.solve import CLOSE, Formula, Term, formulas, is_one_of
-from lockstep.engine.sums import gradients, local_norms, reduced_after_clipping
+from lockstep.engine.sums import gradients, reduced_after_clipping
 from lockstep.engine.verdict import (
     BETWEEN,
     CLIPPING,
@@ -119,7 +119,8 @@ def loss(look: Look) -> Finding | None:
         factors, is_known = np.nan_to_num(means).tolist(), np.isfinite(means).tolist()
         formula = Formula((), (*terms,), (*factors,), (*is_known,))
         ranks = tuple(sorted({term.rank for term in terms}))
-        return Finding(LOSS, ranks=ranks, given=(formula,), seen={"by": "rank"})
+        seen = {"by": "rank", "text": f"losses of ranks count {np.round(means, 4)} times"}
+        return Finding(LOSS, ranks=ranks, given=(formula,), seen=seen)
     ranks = tuple(sorted({m.shard for m, _, x in known if np.any(x > limit)}))
     if text := _read_targets(look):
         return Finding(EXAMPLES, ranks=ranks, seen={"read": text})
@@ -159,12 +160,12 @@ def clip(look: Look) -> Finding | None:
         if names:
             wrong[copy] = names
             term = Term("s", "received", copy, pair.sums[copy])
-            formula, _ = formulas(own, names, [term], bounds.OfSums(EPS, OF_CLIPPED))
+            formula, _ = formulas(own, names, [term], bounds.of_rounding(EPS, OF_CLIPPED))
             found += [f._replace(copies=(copy,)) for f in formula]
     if not wrong:
         return None
     every = tuple(dict.fromkeys(n for own in wrong.values() for n in own))
-    seen = {"factor": pair.clip_factor, "local": local_norms(pair)}
+    seen = {"factor": pair.clip_factor}
     return Finding(CLIPPING, every, tuple(wrong), tuple(found), (), seen)
 
 
@@ -188,7 +189,7 @@ def hidden_factor(look: Look) -> Finding | None:
         return None  # What enters its clipping was not recorded.
     for copy in look.wrong_sums:
         term = Term("G", "right", -1, pair.right_sum)
-        own, left = formulas(pair.sums[copy], names, [term], bounds.Solved(look.bound))
+        own, left = formulas(pair.sums[copy], names, [term], look.solved)
         if left or len(own) != 1 or abs(own[0].factors[0] - 1) <= CLOSE:
             return None
         found.append(own[0]._replace(copies=(copy,)))
@@ -237,12 +238,15 @@ def _of_state(look: Look, wrong: Sequence[Change]) -> Finding:
             look, [x.variable for x in weights if x.copy == copy], copy
         )
         for chosen in ([terms[0]], terms) if own else ():
-            more, unsolved = formulas(own, [*own], chosen, bounds.OfChanges(allowed))
+            more, unsolved = formulas(own, [*own], chosen, bounds.of_changes(allowed))
             if more and not unsolved:
                 found += [f._replace(copies=(copy,)) for f in more]
                 break
         if own and not any(copy in f.copies for f in found):
-            found += _parts_of_change(look, own, terms[0].arrays, copy)
+            parts = factors_of_parts(look.pair, [own] * len(look.pair.copies), terms[0])
+            found += (
+                [f._replace(copies=(copy,)) for f in parts] if all(f.names for f in parts) else []
+            )
         if own and not place:
             name = next(iter(own))
             place = where(own[name], terms[0].arrays[name])
@@ -269,20 +273,6 @@ def changes_of(
         bound = np.where(np.isfinite(bound), bound, np.abs(right.change))
         allowed[name] = OF_CHANGE * norm(bound) + TINY
     return own, [Term("D", "change", -1, first), Term("X", "state", -1, before)], allowed
-
-
-def _parts_of_change(look: Look, own: Named, first: Named, copy: int) -> list[Formula]:
-    """Returns the factors of the parts of changes that ranks hold, if all parts have one."""
-    found, term = list[Formula](), Term("D", "change", -1, {})
-    for name in own:
-        for rank, place in parts_of_ranks(look.pair, name):
-            a, b = own[name][place], first[name][place]
-            factor = float(np.sum(a * b)) / max(float(np.sum(b * b)), TINY)
-            if norm(a - factor * b) > CLOSE * norm(a):
-                return []
-            operator = f"part of rank {rank}"
-            found.append(Formula((name,), (term,), (factor,), (True,), (copy,), operator))
-    return found
 
 
 # --- Gradients that were not recorded -------------------------------------------------------------
@@ -312,7 +302,7 @@ def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
             own, terms, allowed = changes_of(
                 look, [x.variable for x in changes if x.copy == copy], copy
             )
-            more, left = formulas(own, [*own], terms[:1], bounds.OfChanges(allowed))
+            more, left = formulas(own, [*own], terms[:1], bounds.of_changes(allowed))
             found += [f._replace(copies=(copy,)) for f in more if not left]
         factors = np.array([f.factors[0] for f in found])
         # A slot that is a square of gradients has the square of their factor.

@@ -14,12 +14,12 @@ import numpy as np
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.engine.averages import FITS
 from lockstep.engine.claim import Change
-from lockstep.engine.examples import Rows
+from lockstep.engine.examples import Batches, Rows
 from lockstep.engine.look import OF_LOSS, Finding, Look
 from lockstep.engine.pair import State, copies_are_equal
 from lockstep.engine.random import OTHER, REPEATED, SAME
 from lockstep.engine.solve import CLOSE, NOTHING, Formula, is_constant, solve
-from lockstep.engine.sums import is_along_data, is_one_norm, local_norms
+from lockstep.engine.sums import is_along_data
 from lockstep.engine.verdict import (
     BETWEEN,
     CLIPPING,
@@ -83,7 +83,9 @@ class _Others(NamedTuple):
     extra: Rows
 
 
-def examples(test: Callable[[Finding, Look, _Others], bool]) -> Test:
+def examples(
+    test: Callable[[Finding, Look, _Others], bool] = lambda finding, look, rows: True,
+) -> Test:
     """Returns the test of a batch with other rows."""
 
     def of_rows(finding: Finding, look: Look) -> str:
@@ -101,9 +103,9 @@ def examples(test: Callable[[Finding, Look, _Others], bool]) -> Test:
     return of_rows
 
 
-def are_shared(finding: Finding, look: Look, rows: _Others) -> bool:
-    """Tests ranks that share most of their examples, which the reference has once."""
-    return look.batches.share_examples(look.pair.number)
+def of_batches(test: Callable[[Batches, int], bool]) -> Test:
+    """Returns the test of a batch with other rows by a judgement of all batches."""
+    return examples(lambda finding, look, rows: test(look.batches, look.pair.number))
 
 
 def have_other_size(finding: Finding, look: Look, rows: _Others) -> bool:
@@ -133,11 +135,6 @@ def are_lost_or_repeated(finding: Finding, look: Look, rows: _Others) -> bool:
     ids = look.batches.ids(look.pair.number)
     more = collections.Counter(ids[1]) - collections.Counter(ids[0]) if ids else {}
     return {*rows.extra} <= {*rows.right} or bool(more and {*more} <= {*ids[0]})
-
-
-def ids_are_equal(finding: Finding, look: Look, rows: _Others) -> bool:
-    """Tests ids of examples, as scripts note them, that are the reference's."""
-    return look.batches.have_equal_ids(look.pair.number)
 
 
 def targets(finding: Finding, look: Look) -> str:
@@ -172,7 +169,7 @@ def layers(key: str) -> Test:
 
 def lost_loss(finding: Finding, look: Look) -> str:
     """Tests losses of ranks, or of micro-batches, that count 0."""
-    if finding.seen.get("by") != "rank" or not any(finding.given[0].factors):
+    if not finding.seen.get("by") or not any(finding.given[0].factors):
         return ""
     own = zip(finding.given[0].factors, finding.given[0].terms, strict=True)
     lost = [f"pass {term.part} of rank {term.rank}" for factor, term in own if factor == 0]
@@ -181,7 +178,7 @@ def lost_loss(finding: Finding, look: Look) -> str:
 
 def mean_of_means(finding: Finding, look: Look) -> str:
     """Tests that ranks count equally, and in the reference by weights that add up to a mean."""
-    if finding.seen.get("by") == "rank":
+    if finding.seen.get("by"):
         factors = np.array(finding.given[0].factors)
         total = float(np.sum(1 / factors)) if np.all(factors > 0) else 0.0
         numbers = {1, len(factors), *look.numbers}
@@ -198,13 +195,6 @@ def mean_of_means(finding: Finding, look: Look) -> str:
                 f"ranks count {_listed(formula.shares)}, in the reference {_listed(right.shares)}"
             )
     return ""
-
-
-def by_rank(finding: Finding, look: Look) -> str:
-    """Tests losses of ranks with factors of their own."""
-    if finding.seen.get("by") != "rank":
-        return ""
-    return f"losses of ranks count {_listed(np.array(finding.given[0].factors))} times"
 
 
 # --- Gradients and sums ---------------------------------------------------------------------------
@@ -372,14 +362,6 @@ def clips_first(finding: Finding, look: Look) -> str:
         "unscale" in calls[calls.index("clip") :] or ("unscale" not in calls and is_scaled)
     )
     return "it clips gradients that are multiplied by the loss scale" if is_first else ""
-
-
-def local_norm(finding: Finding, look: Look) -> str:
-    """Tests ranks that clip by the norm of their own parts: factor times norm is one limit."""
-    norms = finding.seen.get("local") or local_norms(look.pair)
-    sizes = np.array([size for size, _ in norms])
-    text = f"each rank clips by the norm of its own parts, {_listed(sizes)}"
-    return text if is_one_norm(norms) else ""
 
 
 def other_clipping(finding: Finding, look: Look) -> str:
@@ -559,22 +541,11 @@ def moved_apart(finding: Finding, look: Look) -> str:
     return "variables have other values, each rank its own" if is_own else ""
 
 
-def moved(finding: Finding, look: Look) -> str:
-    """Tests variables that start otherwise."""
-    found = finding.seen.get("moved", ())
-    return f"{len(found)} variables have other values" if found else ""
-
-
 def reset(finding: Finding, look: Look) -> str:
     """Tests state that is 0 or missing where the last step left other values."""
     found = finding.seen.get("moved", ())
     are_zero = found and all(x.variable.kind == STATE and x.is_zero for x in found)
-    return moved(finding, look) if are_zero else ""
-
-
-def skips_otherwise(finding: Finding, look: Look) -> str:
-    """Tests numbers of skipped updates that differ."""
-    return look.skipped
+    return "they are 0 or missing" if are_zero else ""
 
 
 _GS = GRADIENT, SUM
@@ -584,24 +555,27 @@ TABLE = (
     Row((START,), "other_tying", seen("tied", "they are one weight in one recording only")),
     Row((START,), "not_updated", seen("in_reference", "only the reference trains them")),
     Row((START,), "frozen", seen("in_training", "only this training trains them")),
-    Row((EXAMPLES, *_GS, UPDATE, BETWEEN), "overflow_not_skipped", skips_otherwise),
+    Row(
+        (EXAMPLES, *_GS, UPDATE, BETWEEN),
+        "overflow_not_skipped",
+        lambda finding, look: look.skipped,
+    ),
     Row((START,), "diverged_replicas", moved_apart),
-    Row((START,), "other_start", moved),
-    Row((START,), "other_start", always("")),
+    Row((START,), "other_start", always("they have other values")),
     Row((BETWEEN,), "state_lost", reset),
     Row((EXAMPLES,), "other_examples_in_a_replica", seen("views")),
     Row((EXAMPLES,), "other_targets", targets),
-    Row((EXAMPLES,), "batch_not_split", examples(are_shared)),
+    Row((EXAMPLES,), "batch_not_split", of_batches(Batches.share_examples)),
     Row((EXAMPLES,), "other_batch_size", examples(have_other_size)),
     Row((EXAMPLES,), "not_reshuffled", examples(are_not_shuffled)),
     Row((EXAMPLES,), "batch_not_split", examples(are_lost_or_repeated)),
-    Row((EXAMPLES,), "other_examples", examples(lambda finding, look, rows: True)),
+    Row((EXAMPLES,), "other_examples", examples()),
     Row((LOSS,), "lost_part", lost_loss),
     Row((LOSS,), "mean_of_means", mean_of_means),
     Row((RANDOM, LOSS), "random_numbers_repeated", stream(REPEATED)),
     Row((RANDOM, LOSS), "same_random_numbers", stream(SAME)),
     Row((RANDOM, LOSS), "other_random_numbers", stream(OTHER)),
-    Row((RANDOM,), "other_preprocessing", examples(ids_are_equal)),
+    Row((RANDOM,), "other_preprocessing", of_batches(Batches.have_equal_ids)),
     Row((OUTPUTS, BETWEEN), "inference_mode", layers("mode")),
     Row((OUTPUTS, LOSS), "reduced_precision", layers("dtype")),
     Row((BETWEEN,), "diverged_replicas", unlike_copies),
@@ -614,7 +588,6 @@ TABLE = (
     Row((GRADIENT,), "clipped_too_early", seen("is_clipped", "each rank's gradient is clipped")),
     Row(_GS, "reduced_precision", operator("rounded")),
     Row(_LGS, "other_loss_scale", loss_scales),
-    Row((*_GS, CLIPPING), "other_clipping", local_norm),
     Row(_GS, "frozen", seen("zero", "gradients are 0 or missing")),
     Row(_GS, "frozen", seen("only", "there are gradients in this training alone")),
     Row(_GS, "stale_gradient", stale),
@@ -625,7 +598,7 @@ TABLE = (
     Row(_GS, "lost_part", lost_part),
     Row(_GS, "reduced_over_other_axis", reduced_elsewhere),
     Row(_LGS, "wrong_factor", factor),
-    Row((LOSS,), "wrong_factor", by_rank),
+    Row((LOSS,), "wrong_factor", seen("by")),
     Row(_GS, "random_numbers_repeated", stream(REPEATED)),
     Row(_GS, "same_random_numbers", stream(SAME)),
     Row((GRADIENT,), "other_backward", seen("unknown", "the loss of each rank is right")),

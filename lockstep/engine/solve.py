@@ -193,7 +193,7 @@ def _fitted(
 
 def _fits(observed: Named, name: str, formula: Formula, bound: Bound) -> bool:
     expression = [(f, t.arrays) for f, t in formula.counted]
-    return bool(bound.shares(observed, expression, [name]).get(name, np.inf) <= 1)
+    return bool(bound(observed, expression, [name]).get(name, np.inf) <= 1)
 
 
 # --- Operators ------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import numpy as np
 
 from lockstep.engine import bounds
 from lockstep.engine.averages import read_used
-from lockstep.engine.bounds import Bound, Solved
-from lockstep.engine.look import Finding, Look, parts_of_ranks, where
+from lockstep.engine.bounds import Bound
+from lockstep.engine.look import Finding, Look, factors_of_parts, where
 from lockstep.engine.pair import Pair, common_factor, copies_are_equal, norm_of
 from lockstep.engine.random import REPEATED, has_keys
 from lockstep.engine.solve import (
@@ -31,7 +31,6 @@ from lockstep.engine.solve import (
 from lockstep.engine.verdict import CLIPPING, GRADIENT, LOSS, RANDOM, SUM, UPDATE
 from lockstep.numeric.arrays import (
     EPS,
-    TINY,
     UNITS,
     Named,
     computed,
@@ -105,7 +104,7 @@ def _by_terms(look: Look, asked: Asked, times: float) -> Finding | None:
         if not found or left:
             continue
         usual = [[1.0] * len(terms), [1 / len(terms)] * len(terms)]
-        right, unknown = formulas(asked.right, asked.names, terms, Solved(look.bound), usual)
+        right, unknown = formulas(asked.right, asked.names, terms, look.solved, usual)
         node = _node_of(look, asked, found, right, unknown)
         finding = asked.finding(node, found, right)
         if not unknown:
@@ -202,15 +201,15 @@ def _changed_by_hand(look: Look, asked: Asked) -> Finding | None:
             formula._replace(copies=(copy,))
             for copy in asked.ranks
             for formula in formulas(
-                asked.given[copy], asked.names,
-                [Term("s", "received", copy, pair.received[copy])], bounds.OfSums(EPS, OF_ROWS),
+                asked.given[copy], asked.names, [Term("s", "received", copy, pair.received[copy])],
+                bounds.of_rounding(EPS, OF_ROWS),
             )[0]
         ]  # fmt: skip
-        given = given or _factors_of_parts(look, asked)
+        given = given or _of_parts(look, asked)
     elif changes and not pair.received:
         terms, bound = next(_sets_of_terms(look, asked.right, bounds.of_sums(pair)))
         given, left = _of_copies(asked, terms, bound)
-        right, unknown = formulas(asked.right, asked.names, terms, Solved(look.bound))
+        right, unknown = formulas(asked.right, asked.names, terms, look.solved)
         if left or unknown or not all(f.is_even for f in (*given, *right)):
             return None
     else:
@@ -219,7 +218,7 @@ def _changed_by_hand(look: Look, asked: Asked) -> Finding | None:
     ratios = _multiples(look, wrong, asked.names, asked.right)
     if len(ratios) and is_one_of(ratios, [n for n in _usual_factors(look) if n != 1]):
         return None  # A sum in place of a mean, or the other way round.
-    return asked.finding(CLIPPING, given, factor=pair.hand_factor, local=local_norms(pair))
+    return asked.finding(CLIPPING, given, factor=pair.hand_factor)
 
 
 def _factors_received(look: Look) -> np.ndarray:
@@ -244,7 +243,7 @@ def _multiples(
     """Returns the factors of gradients over the reference's; empty if they are no multiples."""
     found, term = list[float](), Term("G", "right", -1, right)
     for own in given:
-        more, left = formulas(own, names, [term], Solved(look.bound))
+        more, left = formulas(own, names, [term], look.solved)
         if left:
             return np.zeros(0)
         found += [f.factors[0] for f in more]
@@ -275,7 +274,7 @@ def _sets_of_terms(look: Look, right: Named, sums: Bound) -> Iterator[tuple[list
     """Yields the terms of which a sum may consist, fewer first, with the bound of their sums."""
     pair, whole = look.pair, [Term("G", "right", -1, right)]
     own = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(pair.raw)]
-    base, bound = (own, sums) if own else (whole, Solved(look.bound))
+    base, bound = (own, sums) if own else (whole, look.solved)
     yield base, bound
     earlier = pair.previous
     if earlier and earlier.raw and own:
@@ -510,7 +509,7 @@ def hidden_in_sum(look: Look) -> Finding | None:
     whole = computed(pair.names, lambda n: share * np.sum([own[n] for own in pair.raw], axis=0))
     right, bound = pair.right_received or pair.right_sum, bounds.of_sums(pair, OF_ROWS)
     expression = [(share, own) for own in pair.raw]
-    shares = [bound.shares(own, expression, pair.names) for own in given]
+    shares = [bound(own, expression, pair.names) for own in given]
     ranks = [copy for copy, each in enumerate(shares) if not max(each.values()) <= 1]
     names = [n for n in pair.names if any(not each[n] <= 1 for each in shares)]
     if not names:
@@ -554,7 +553,7 @@ def _rounded(look: Look, asked: Asked) -> Finding | None:
         terms = terms or [Term("G", "right", -1, asked.right)]
         # Each rank, and each pass, may round what it adds.
         num = max(1, len(pair.shards)) * look.num_passes + 1
-        found, left = _of_copies(asked, terms, bounds.OfSums(UNITS[dtype], num))
+        found, left = _of_copies(asked, terms, bounds.of_rounding(UNITS[dtype], num))
         if found and not left:
             computed = [
                 a for own in pair.training.named("raw") for a in own.values() if np.any(dense(a))
@@ -585,7 +584,7 @@ def _clipped_first(look: Look, asked: Asked) -> Finding | None:
     for limit in limits_of(pair) if len(pair.raw) > 1 else ():
         own = [clipped(g, limit) for g in pair.raw]
         terms = [Term(f"clip(g{r})", "clipped", r, g) for r, g in enumerate(own)]
-        bound = bounds.OfSums(bounds.of_sums(pair).unit, OF_ROWS)
+        bound = bounds.of_sums(pair, OF_ROWS)
         found, left = _of_copies(asked, terms, bound)
         is_usual = all(is_one_of(f.shares, _usual_factors(look)) for f in found)
         if found and not left and is_usual and any(norm_of(g) > limit for g in pair.raw):
@@ -614,7 +613,7 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
     pair, of_copies = look.pair, list[Formula]()
     if asked.seen["apart"]:
         of_copies = _right_of_copies(look, asked)
-    parts = [f for f in _factors_of_parts(look, asked) if abs(f.factors[0] - 1) > CLOSE]
+    parts = [f for f in _of_parts(look, asked) if abs(f.factors[0] - 1) > CLOSE]
     rows, of_raw = _of_rows(look, asked) if pair.raw else ([], [])
     copy, name = asked.ranks[0], asked.names[0]
     place = where(asked.given[copy][name], asked.right[name])
@@ -639,7 +638,7 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
     else:
         node = computed_wrongly(look)
     return asked.finding(
-        node, parts or rows, of_raw, of_copies=of_copies, where=place, local=local_norms(pair),
+        node, parts or rows, of_raw, of_copies=of_copies, where=place,
         unknown=not (parts or of_copies or rows),
     )  # fmt: skip
 
@@ -661,7 +660,7 @@ def _is_computed_rightly(look: Look) -> bool:
     if not (terms and pair.right_received):
         return False
     names = [n for n in pair.names if norm(pair.right_received[n])]
-    found, left = formulas(pair.right_received, names, terms, Solved(look.bound))
+    found, left = formulas(pair.right_received, names, terms, look.solved)
     return not left and all(f.is_even and np.any(f.shares) for f in found)
 
 
@@ -682,25 +681,18 @@ def _right_of_copies(look: Look, asked: Asked) -> list[Formula]:
         if not any(_are_alike(own, asked.given[before], names) for before in range(copy))
     ]  # fmt: skip
     terms = [Term(f"s{copy}", "copy", copy, asked.given[copy]) for copy in unlike]
-    return formulas(asked.right, names, terms, Solved(look.bound))[0]
+    return formulas(asked.right, names, terms, look.solved)[0]
 
 
 def _are_alike(first: Named, second: Named, names: Sequence[str]) -> bool:
     return all(distance(first[n], second[n]) <= UNLIKE * norm(second[n]) for n in names)
 
 
-def _factors_of_parts(look: Look, asked: Asked) -> list[Formula]:
-    """Returns the factors of the parts of gradients that ranks hold, where they have some."""
-    found, term = list[Formula](), Term("G", "right", -1, {})
-    for name in asked.names:
-        for rank, place in parts_of_ranks(look.pair, name):
-            own, first = asked.given[rank][name][place], asked.right[name][place]
-            squares = float(np.sum(first * first))
-            factor = float(np.sum(own * first)) / squares if squares else 0.0
-            if distance(own, factor * first) <= OTHER * norm(own) + TINY:
-                of_part = Formula((name,), (term,), (factor,), (True,), (rank,), "part")
-                found.append(of_part)
-    return found
+def _of_parts(look: Look, asked: Asked) -> list[Formula]:
+    """Returns the factors of the parts of wrong gradients that ranks hold, where they have some."""
+    right = {name: asked.right[name] for name in asked.names}
+    found = factors_of_parts(look.pair, asked.given, Term("G", "right", -1, right))
+    return [formula for formula in found if formula.names]
 
 
 def _of_rows(look: Look, asked: Asked) -> tuple[list[Formula], list[Formula]]:
@@ -721,30 +713,4 @@ def _of_rows(look: Look, asked: Asked) -> tuple[list[Formula], list[Formula]]:
     found, left = _of_copies(of_rows, terms, bounds.of_sums(look.pair, OF_READ))
     if left:
         return [], []
-    return found, formulas(right, names, terms, bounds.OfSums(times=OF_ROWS))[0]
-
-
-def local_norms(pair: Pair) -> list[tuple[float, float]]:
-    """Returns for each rank of a mesh the norm of its parts before clipping, and its factor.
-
-    Empty where what a rank applies was not recorded.
-    """
-    trace, position, found = pair.training.trace, pair.training.position, []
-    for rank in pair.copies if trace.mesh else ():
-        kinds = "unclipped", "sums", "raw"
-        before = next(filter(None, (trace.local(position, kind, rank) for kind in kinds)), {})
-        after = trace.local(position, "clipped", rank)
-        if not after:
-            return []
-        size = norm_of({n: dense(g) for n, g in before.items()})
-        both = [(dense(after[n]), dense(g)) for n, g in before.items() if n in after]
-        product = sum(float(np.sum(a * b)) for a, b in both if a.shape == b.shape)
-        found.append((size, product / size**2 if size else 1.0))
-    return found
-
-
-def is_one_norm(norms: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether ranks of unlike norms are clipped to one: factor times norm is constant."""
-    sizes = np.array([size for size, _ in norms if size])
-    products = np.array([size * factor for size, factor in norms if size and factor < 1 - OTHER])
-    return len(products) > 1 and is_constant(products) and not is_constant(sizes)
+    return found, formulas(right, names, terms, bounds.of_rounding(times=OF_ROWS))[0]
