@@ -44,8 +44,6 @@ from lockstep.numeric.tolerance import (
 
 # Fewer elements may have short mantissas by chance: each of 16 does with a chance of 2^-16.
 ELEMENTS_OF_DTYPE = 16
-# A network of tens of layers adds some hundred roundings of 1e-7 to an output; ten times that.
-OUTPUTS = 1e-4
 # Kernels for batches of another size differ by less than 256 roundings of float32.
 ROUNDING_OF_OUTPUTS = 3e-5
 # PyTorch divides by the norm plus this.
@@ -241,9 +239,3 @@ def of_sums(pair: Pair, times: float = OF_REDUCTION) -> Bound:
     arrays = (a for own in pair.training.named("raw") for a in own.values())
     units = [unit_of(array) for array in arrays if np.any(wide(array))]
     return of_rounding(max(unit, min(units, default=EPS)), times)
-
-
-def of_outputs(bound: Tolerance) -> float:
-    """Returns the relative difference of outputs that rounding can cause."""
-    of_16_bits = 4 * bound.unit * bound.times if bound.unit > EPS else 0.0
-    return max(OUTPUTS, of_16_bits, MARGIN * EPS)

@@ -102,11 +102,13 @@ class Claim:
                 continue
             for copy in self.pair.copies:
                 state = self.pair.state(variable, copy)
-                others = (c for c in known if _are_same(self.pair.state(variable, c), state))
-                if (same := next(others, None)) is None:
+                for other, change in known.items():
+                    before = self.pair.state(variable, other)
+                    if state and before and all(map(same_bits, before, state)):
+                        known[copy] = change._replace(copy=copy)  # It is compared once.
+                        break
+                else:
                     known[copy] = self._compare_copy(variable, copy, first, state)
-                else:  # It has the bits of another copy, and is compared once.
-                    known[copy] = known[same]._replace(copy=copy)
             yield from known.values()
 
     def _compare_copy(
@@ -185,11 +187,12 @@ class Claim:
         arrays = [*first, *own, *further]
         if not num_sums:
             return self._with_drift(of_part, arrays), arrays
-        found = []  # Of the elements of a sample, and of its sums.
+        allowed = []  # Of the elements of a sample, and of its sums.
         for part in (slice(None, -num_sums), slice(-num_sums, None)):
             each = [wide(array)[part] if np.ndim(array) else array for array in arrays]
-            found.append(by_blocks(self._with_drift(of_part, each), *each))
-        return _last, [*first, *own, with_sums(np.concatenate(found), num_sums)]
+            allowed.append(by_blocks(self._with_drift(of_part, each), *each))
+        whole = with_sums(np.concatenate(allowed), num_sums)
+        return (lambda *arrays: arrays[-1]), [*first, *own, whole]
 
     @staticmethod
     def _with_drift(of_part: OfPart, arrays: list[Array]) -> bounds.OfElements:
@@ -403,21 +406,9 @@ class Claim:
         return bool(self.changes) and not self.wrong
 
     @property
-    def compared_weights(self) -> list[Change]:
-        """The weights whose update was compared, or is rounding alone, on each copy."""
-        changes = [x for x in self.changes if x.variable.kind == WEIGHT]
-        return [x for x in changes if x.share is not None or x.unknown]
-
-    @property
     def num_unknown(self) -> int:
         """The number of elements that were not compared on the first copy."""
         return sum(x.unknown for x in self.changes if x.copy == 0)
-
-    @property
-    def differing_weights(self) -> set[str]:
-        """The reference's names of the weights that, or whose state, may be wrong."""
-        wrong = [x for x in self.changes if x.share is None] + self.wrong
-        return {name for x in wrong for name in (x.variable.weight, x.variable.first)}
 
     def is_left_wrong(self, change: Change) -> bool:
         """Returns whether a wrong change of a weight or of its state happens after a right update.
@@ -449,15 +440,6 @@ def _sizes(
 ) -> np.ndarray:
     """Returns |S| + |S'|, the larger of both trainings."""
     return np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
-
-
-def _last(*arrays: np.ndarray) -> np.ndarray:
-    """Returns the last array."""
-    return arrays[-1]
-
-
-def _are_same(first: State | None, second: State | None) -> bool:
-    return first is not None and second is not None and all(map(same_bits, first, second))
 
 
 def _largest_share(second: np.ndarray, first: np.ndarray, allowed: np.ndarray) -> float:

@@ -15,10 +15,13 @@ from lockstep.engine.pair import Pair
 from lockstep.engine.random import Unlike, unlike_states
 from lockstep.engine.solve import CLOSE, Formula, Term
 from lockstep.engine.step import Step
+from lockstep.engine.verdict import FAULT
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, dense, distance, norm, of_each
 from lockstep.numeric.state_bounds import COMPUTED, unit_of_state
 from lockstep.numeric.tolerance import KERNELS, Tolerance
 
+# A network of tens of layers adds some hundred roundings of 1e-7 to an output; ten times that.
+OF_OUTPUTS = 1e-4
 # The gradient of a loss is a difference, of a probability and 1, that cancels to 3 digits.
 OF_LOSS = 1e-3
 # Fractions that are shown of an array's largest gap, for which it is called wrong in a place.
@@ -36,8 +39,8 @@ class Finding:
         given: the formulas of what is wrong.
         right: the reference's formulas, of the same terms.
         seen: evidence of this node, which only names read.
-        is_doubtful: whether layers that mix or draw for each rank may cause it.
-        is_filled_up: whether all that differs is a batch that a sampler fills up.
+        status: `NOT_COMPARED` if layers that mix or draw for each rank may cause it, `BY_DESIGN` if
+            all that differs is a batch that a sampler fills up.
         is_before: whether it happened after the step before, not in this one.
     """
 
@@ -47,8 +50,7 @@ class Finding:
     given: tuple[Formula, ...] = ()
     right: tuple[Formula, ...] = ()
     seen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_doubtful: bool = False
-    is_filled_up: bool = False
+    status: str = FAULT
     is_before: bool = False
 
     def right_of(self, formula: Formula) -> Formula | None:
@@ -155,7 +157,9 @@ class Look:
     @functools.cached_property
     def limit(self) -> float:
         """The relative difference of outputs that rounding can cause."""
-        return bounds.of_outputs(self._tight)
+        unit = self._tight.unit
+        of_16_bits = 4 * unit * self._tight.times if unit > EPS else 0.0
+        return max(OF_OUTPUTS, of_16_bits, MARGIN * EPS)
 
     @property
     def limit_of_loss(self) -> float:

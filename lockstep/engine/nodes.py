@@ -4,12 +4,13 @@ examples → random and outputs → loss → gradient and sum → clipping → u
 with the formulas that fit, is what is said of a step.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
-from lockstep.engine import bounds, examples
+from lockstep.engine import bounds
 from lockstep.engine.claim import Change
 from lockstep.engine.look import Finding, Look, factors_of_parts, where
 from lockstep.engine.pair import Pair, State, Variable, copies_are_equal
@@ -18,8 +19,10 @@ from lockstep.engine.solve import CLOSE, Formula, Term, formulas, is_one_of
 from lockstep.engine.sums import gradients, reduced_after_clipping
 from lockstep.engine.verdict import (
     BETWEEN,
+    BY_DESIGN,
     CLIPPING,
     EXAMPLES,
+    FAULT,
     GRADIENT,
     LOSS,
     OUTPUTS,
@@ -61,8 +64,8 @@ def other_examples(look: Look) -> Finding | None:
         is_drawn = new and (drawn or look.batches.have_equal_ids(number))
         seen = {"rows": (right, own), "random": drawn if new else []}
         is_filled = look.batches.is_filled_up(number) and not look.batches.share_examples(number)
-        is_filled = is_filled and not is_drawn
-        return Finding(RANDOM if is_drawn else EXAMPLES, seen=seen, is_filled_up=is_filled)
+        status = BY_DESIGN if is_filled and not is_drawn else FAULT
+        return Finding(RANDOM if is_drawn else EXAMPLES, seen=seen, status=status)
     for matched in look.matched:
         for index, (a, b) in enumerate(matched.arrays["data"]):
             if index and not np.array_equal(a, b, equal_nan=True):
@@ -89,17 +92,13 @@ def outputs(look: Look) -> Finding | None:
     total = sum(map(len, look.outputs_apart))
     number, largest = sum(int(np.sum(x > look.limit)) for _, x in far), max(x.max() for _, x in far)
     seen = {"text": f"outputs of {number} of {total} examples differ, by up to {largest:.2g}"}
-    if all(_are_losses(m.arrays["y_grad"]) for m, _ in far):
+    gradients = [[g for both in m.arrays["y_grad"] for g in both] for m, _ in far]
+    are_losses = [all(g.ndim == 1 and g[0] and not np.ptp(g) for g in own) for own in gradients]
+    if all(gradients) and all(are_losses):  # Of examples: their gradient is one number.
         return Finding(LOSS, ranks=ranks, seen=seen)
     if look.random and not look.pair.has_same_shards:
         return Finding(RANDOM, ranks=ranks, seen=seen)
     return Finding(OUTPUTS, ranks=ranks, seen=seen)
-
-
-def _are_losses(arrays: examples.Arrays) -> bool:
-    """Returns whether outputs are the losses of examples: their gradient is one number."""
-    gradients = [g for both in arrays for g in both]
-    return bool(gradients) and all(g.ndim == 1 and g[0] and not np.ptp(g) for g in gradients)
 
 
 def loss(look: Look) -> Finding | None:
@@ -206,13 +205,6 @@ def hidden_factor(look: Look) -> Finding | None:
 # --- Update ---------------------------------------------------------------------------------------
 
 
-def forward_statistics(look: Look) -> Finding | None:
-    """Judges statistics that a forward pass leaves: those that are no averages of weights."""
-    wrong = [x for x in look.claim.wrong if x.variable.kind == STATISTIC]
-    wrong = [x for x in wrong if look.averages.of(x.variable.first) is None]
-    return _of_state(look, wrong) if wrong else None
-
-
 def update(look: Look) -> Finding | None:
     """Judges weights and optimizer state after the step, from gradients that are right."""
     wrong = [x for x in look.claim.wrong if x.variable.kind in (WEIGHT, STATE)]
@@ -221,9 +213,11 @@ def update(look: Look) -> Finding | None:
     return (_of_unrecorded(look, wrong) if not look.pair.names else None) or _of_state(look, wrong)
 
 
-def statistics(look: Look) -> Finding | None:
-    """Judges statistics after the step."""
+def statistics(look: Look, *, are_averages: bool = True) -> Finding | None:
+    """Judges statistics after the step; those that a forward pass leaves are no averages."""
     wrong = [x for x in look.claim.wrong if x.variable.kind == STATISTIC]
+    averages = look.averages
+    wrong = [x for x in wrong if are_averages or averages.of(x.variable.first) is None]
     return _of_state(look, wrong) if wrong else None
 
 
@@ -345,5 +339,6 @@ def _own_gradients(pair: Pair, changes: Sequence[Change]) -> Formula | None:
 
 
 NODES: tuple[Judge, ...] = (
-    other_examples, outputs, loss, forward_statistics, gradients, clip, update, statistics,
+    other_examples, outputs, loss, functools.partial(statistics, are_averages=False), gradients,
+    clip, update, statistics,
 )  # fmt: skip

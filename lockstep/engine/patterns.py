@@ -22,6 +22,7 @@ from lockstep.engine.solve import CLOSE, NOTHING, Formula, is_constant, solve
 from lockstep.engine.sums import is_along_data
 from lockstep.engine.verdict import (
     BETWEEN,
+    BY_DESIGN,
     CLIPPING,
     EXAMPLES,
     GRADIENT,
@@ -116,7 +117,7 @@ def have_other_size(finding: Finding, look: Look, rows: _Others) -> bool:
     if right != own:
         return not rows.missing or bool(rows.extra)
     is_short = rows.right.total() < right, sum(each.total() for each in rows.own) < own
-    return finding.is_filled_up or is_short[0] != is_short[1]
+    return finding.status == BY_DESIGN or is_short[0] != is_short[1]
 
 
 def are_not_shuffled(finding: Finding, look: Look, rows: _Others) -> bool:

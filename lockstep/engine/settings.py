@@ -67,15 +67,11 @@ def _settings_of(about: About, position: int) -> dict[str, Mapping[str, Any]]:
     return {name: group for group in groups for name in group.get("weights", weights)}
 
 
-def both_have_nan(pair: Pair) -> bool:
-    """Returns whether outputs, losses or new state of both are NaN: nothing compares them.
+def has_nan(step: Step) -> bool:
+    """Returns whether outputs, losses or new state are NaN: in both, nothing compares them.
 
-    A step that both skip leaves its weights finite, whatever its outputs are.
+    A step that is skipped leaves its weights finite, whatever its outputs are.
     """
-    return all(map(_has_nan, (pair.reference, pair.training)))
-
-
-def _has_nan(step: Step) -> bool:
     ends = step.ends[0] if step.has("after") else {}
     names, starts = [name for name in ends if step.trace.kinds[name] == WEIGHT], step.starts[0]
     is_same = all(name in starts and same_bits(ends[name], starts[name]) for name in names)

@@ -171,7 +171,9 @@ def _not_refuted(look: Look, names: Sequence[str]) -> list[str]:
     pair = look.pair
     if not look.claim.is_known or pair.clips:
         return [*names]
-    differing = look.claim.differing_weights | {*look.unrefuted}
+    wrong = [x for x in look.claim.changes if x.share is None] + look.claim.wrong
+    differing = {name for x in wrong for name in (x.variable.weight, x.variable.first)}
+    differing |= {*look.unrefuted}
     agreeing, left = [n for n in names if n not in differing], [n for n in names if n in differing]
     is_inside = any(
         not copies_are_equal(pair.sums, n)
@@ -581,7 +583,11 @@ def _each_rounded(
 def _clipped_first(look: Look, asked: Asked) -> Finding | None:
     """Tries a sum whose terms are clipped one by one."""
     pair = look.pair
-    for limit in limits_of(pair) if len(pair.raw) > 1 else ():
+    calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
+    limits = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
+    if pair.clip_factor < 1 - OTHER:
+        limits.append(norm_of(pair.right_used))
+    for limit in dict.fromkeys(limits) if len(pair.raw) > 1 else ():
         own = [clipped(g, limit) for g in pair.raw]
         terms = [Term(f"clip(g{r})", "clipped", r, g) for r, g in enumerate(own)]
         bound = bounds.of_sums(pair, OF_ROWS)
@@ -591,15 +597,6 @@ def _clipped_first(look: Look, asked: Asked) -> Finding | None:
             found = [f._replace(operator=f"each clipped to norm {limit:.4g}") for f in found]
             return asked.finding(GRADIENT, found)
     return None
-
-
-def limits_of(pair: Pair) -> list[float]:
-    """Returns the norms to which something is clipped, as recorded calls or the reference say."""
-    calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
-    found = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
-    if pair.clip_factor < 1 - OTHER:
-        found.append(norm_of(pair.right_used))
-    return [*dict.fromkeys(found)]
 
 
 # --- Parts and rows -------------------------------------------------------------------------------
