@@ -495,7 +495,11 @@ def other_starts(pair: Pair, bound: Tolerance) -> Iterator[Moved]:
     if pair.is_port or not pair.has("before"):
         return
     starts, first = pair.training.own_starts, pair.reference.named("before")[0]
-    largest = _largest_states(pair, first)
+    largest = dict[str, float]()  # Slot → norm of its largest state of a weight.
+    for variable in pair.variables:
+        if variable.kind == STATE and variable.first in first:
+            size = max(largest.get(variable.slot, 0.0), norm(first[variable.first]))
+            largest[variable.slot] = size
     for variable in pair.variables:
         of_state = variable.kind == STATE
         if variable.first not in first:
@@ -533,16 +537,6 @@ def stays_zero(pair: Pair, variable: Variable, copy: int) -> bool:
     """Returns whether a copy has no state of its own, before and after the step."""
     states = pair.training.own_starts[copy], pair.training.ends[copy]
     return not any(variable.second in own and norm(own[variable.second]) for own in states)
-
-
-def _largest_states(pair: Pair, first: Named) -> dict[str, float]:
-    """Returns slot → norm of its largest state of a weight."""
-    found: dict[str, float] = {}
-    for variable in pair.variables:
-        if variable.kind == STATE and variable.first in first:
-            size = norm(first[variable.first])
-            found[variable.slot] = max(found.get(variable.slot, 0.0), size)
-    return found
 
 
 def drawn_otherwise(pair: Pair) -> list[str]:

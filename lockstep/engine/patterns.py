@@ -464,14 +464,10 @@ def of_norm(finding: Finding, look: Look) -> str:
     return "layers normalise each rank's examples" if {*_apart(finding, look)} & names else ""
 
 
-def _factors_of_change(finding: Finding) -> np.ndarray:
-    own = [f for f in finding.given if f.terms and f.terms[0].kind == "change"]
-    return np.array([f.factors[0] for f in own if not any(f.factors[1:])])
-
-
 def scaled_change(finding: Finding, look: Look) -> str:
     """Tests changes that are a multiple of the reference's, of tensors or of a rank's parts."""
-    own = _factors_of_change(finding)
+    changes = [f for f in finding.given if f.terms and f.terms[0].kind == "change"]
+    own = np.array([f.factors[0] for f in changes if not any(f.factors[1:])])
     is_known = len(own) and len(own) == len(finding.given) and np.all(own)
     fits = is_known and np.any(np.abs(own - 1) > CLOSE)
     shown = _listed(np.unique(np.round(own, 5)))

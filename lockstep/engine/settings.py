@@ -4,6 +4,7 @@ It is evidence for a difference that arrays show; alone it is no fault.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,8 +35,11 @@ def other_settings(pair: Pair) -> dict[str, tuple[Any, Any]]:
                 continue
             first, second = right.get(variable.first, {}), own.get(variable.second, {})
             for key in first.keys() & second.keys() - {"weights"}:
-                if first[key] != second[key] and not _are_close(first[key], second[key]):
-                    found.setdefault(key, (first[key], second[key]))
+                both = first[key], second[key]
+                are_numbers = all(isinstance(x, int | float) for x in both)
+                are_close = are_numbers and math.isclose(*both, rel_tol=DIGITS)
+                if first[key] != second[key] and not are_close:
+                    found.setdefault(key, both)
     return found
 
 
@@ -53,11 +57,6 @@ def unlike_slots(pair: Pair) -> list[str]:
         and (first.slots.get(v.first, {}).keys() ^ second.slots.get(v.second, {}).keys())
         & SLOTS_OF_RULES
     ]  # fmt: skip
-
-
-def _are_close(first: Any, second: Any) -> bool:
-    are_numbers = all(isinstance(x, int | float) for x in (first, second))
-    return are_numbers and abs(first - second) <= DIGITS * max(abs(first), abs(second))
 
 
 def _settings_of(about: About, position: int) -> dict[str, Mapping[str, Any]]:

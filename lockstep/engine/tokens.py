@@ -6,14 +6,12 @@ round one after another.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.data.trace import Trace
 from lockstep.engine.look import Finding
 from lockstep.engine.pair import Pair
-from lockstep.engine.step import Step
 from lockstep.engine.verdict import OUTPUTS, START
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS, Array, dense, distance, norm
 
@@ -23,19 +21,7 @@ MEAN = 0.25
 OF_16_BITS = 2.0**-8
 
 Place = tuple[int, int]  # Row and position.
-
-
-class Batch(NamedTuple):
-    """A batch of one program.
-
-    Attributes:
-        counted, log_probs: `(rows, T)`; see `data.trace`.
-        rows: the counted tokens of a row → numbers of the rows that have them.
-    """
-
-    counted: np.ndarray
-    log_probs: np.ndarray
-    rows: dict[tuple[int, ...], list[int]]
+Batch = Sequence[np.ndarray]  # Tokens, which of them count, log-probabilities; see `data.trace`.
 
 
 class Tokens:
@@ -49,17 +35,18 @@ class Tokens:
     """
 
     def __init__(self, pair: Pair) -> None:
-        self._pair, batches = pair, [_batch_of(step) for step in (pair.reference, pair.training)]
-        self.places = sorted(_common(*batches))
+        self._pair, steps = pair, (pair.reference, pair.training)
+        kinds = "tokens", "counted", "log_probs"
+        batches = [[np.asarray(step.arrays(kind)[0][0]) for kind in kinds] for step in steps]
+        self.places = _common(batches)
         values = [
-            np.array([b.log_probs[places[1 - i]] for places in self.places], float)
-            for i, b in enumerate(batches)
+            np.array([log_probs[places[1 - i]] for places in self.places], float)
+            for i, (*_, log_probs) in enumerate(batches)
         ]
         traces = pair.reference.trace, pair.training.trace
         dtypes = [trace.about.computed_in for trace in traces]
         self._is_reduced = dtypes[0] != dtypes[1]
         depth = max(1, *(sum(bool(x.get("weights")) for x in t.about.layers) for t in traces))
-        steps = pair.reference, pair.training
         logits = [own[0][0] for step in steps if any(own := step.arrays("logits"))]
         size = max(1.0, *(float(np.abs(x).max(initial=0)) for x in (*values, *logits)))
         unit = _unit([""] if self._is_reduced else dtypes)
@@ -118,24 +105,20 @@ def has_log_probs(trace: Trace) -> bool:
     return any(trace.has(position, "log_probs") for position in range(len(trace.steps)))
 
 
-def _batch_of(step: Step) -> Batch:
-    tokens, counted, values = (
-        np.asarray(step.arrays(kind)[0][0]) for kind in ("tokens", "counted", "log_probs")
-    )
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row in range(len(tokens)):
-        rows.setdefault((*tokens[row][counted[row]].tolist(),), []).append(row)
-    return Batch(counted, values, rows)
-
-
-def _common(one: Batch, two: Batch) -> list[tuple[Place, Place]]:
+def _common(batches: Sequence[Batch]) -> list[tuple[Place, Place]]:
     """Returns the tokens of the rows of both that have the same counted tokens, in any order."""
-    found = list[tuple[Place, Place]]()
-    for key, own in two.rows.items():
-        for other, row in zip(one.rows.get(key, []), own, strict=False):
-            columns = (np.flatnonzero(b.counted[r]).tolist() for b, r in ((two, row), (one, other)))
-            found += [((row, b), (other, a)) for b, a in zip(*columns, strict=True)]
-    return found
+    rows = [dict[tuple[int, ...], list[int]]() for _ in batches]
+    for (tokens, counted, _), found in zip(batches, rows, strict=True):
+        for row in range(len(tokens)):
+            found.setdefault((*tokens[row][counted[row]].tolist(),), []).append(row)
+    places = list[tuple[Place, Place]]()
+    for key, own in rows[1].items():
+        for other, row in zip(rows[0].get(key, []), own, strict=False):
+            columns = (
+                np.flatnonzero(b[1][r]).tolist() for b, r in zip(batches, (other, row), strict=True)
+            )
+            places += [((row, b), (other, a)) for a, b in zip(*columns, strict=True)]
+    return sorted(places)
 
 
 def _has(array: np.ndarray, place: Place) -> bool:
