@@ -43,8 +43,8 @@ from lockstep.numeric.arrays import (
 
 # What is read off state has the rounding of the state, of some ten steps of its size.
 OF_READ = 1024
-# Rows of a tensor have fewer elements to average the rounding of a sum over.
-OF_ROWS = 256
+# What a script changes by hand, or clips, is rounded once more.
+BY_HAND = 256
 # A gradient that is read off state is another one than the recorded if it differs by this.
 OTHER = 1e-4
 # Copies are unlike if they differ by more than the rounding of a reduction in another order.
@@ -204,7 +204,7 @@ def _changed_by_hand(look: Look, asked: Asked) -> Finding | None:
             for copy in asked.ranks
             for formula in formulas(
                 asked.given[copy], asked.names, [Term("s", "received", copy, pair.received[copy])],
-                bounds.of_rounding(EPS, OF_ROWS),
+                bounds.of_rounding(EPS, BY_HAND),
             )[0]
         ]  # fmt: skip
         given = given or _of_parts(look, asked)
@@ -351,8 +351,6 @@ def _are_clipped(look: Look, found: Sequence[Formula]) -> bool:
 
     That is the norm of all gradients, or of each.
     """
-    if not {n for formula in found for n in formula.names} <= {*look.pair.names}:
-        return False  # Of rows alone.
     for formula in found:
         shares = formula.shares
         norms = [norm_of({n: own[n] for n in formula.names}) for own in look.pair.raw]
@@ -366,12 +364,9 @@ def _are_clipped(look: Look, found: Sequence[Formula]) -> bool:
 def _node_of_factor(
     look: Look, asked: Asked, found: Sequence[Formula], right: Sequence[Formula]
 ) -> str:
-    """Returns the node of factors that all ranks have: the loss, its gradient, or the sum.
-
-    The gradients that are right show with which factor the training reduces.
-    """
+    """Returns the node of factors that all ranks have: the loss, its gradient, or the sum."""
     pair, shares = look.pair, found[0].shares
-    share, is_one = _usual_share(look, asked), len(found) == 1 and asked.seen["all"]
+    share, is_one = pair.framework_share, len(found) == 1 and asked.seen["all"]
     if len(pair.raw) > 1 and all(_are_alike(own, pair.raw[0], asked.names) for own in pair.raw):
         return SUM  # What ranks hold before the reduction is a sum already.
     if (
@@ -423,28 +418,6 @@ def _are_before(look: Look, names: Sequence[str]) -> bool:
     return wrong == sorted(wrong, reverse=True)
 
 
-def _usual_share(look: Look, asked: Asked) -> float | None:
-    """Returns the factor with which a training reduces, as its right gradients show it."""
-    pair = look.pair
-    if pair.framework_share is not None:
-        return pair.framework_share
-    names = [
-        n
-        for n in pair.names
-        if norm(pair.right_sum[n]) and not any(n in w for w in look.wrong_sums.values())
-    ]
-    terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(pair.raw)]
-    if not (names and terms):
-        return None
-    found, left = formulas(pair.sums[0], names, terms, bounds.of_sums(pair))
-    is_known = (
-        not left
-        and all(f.is_even for f in found)
-        and len({round(f.shares[0], 4) for f in found}) == 1
-    )
-    return float(found[0].shares[0]) if is_known else None
-
-
 def computed_wrongly(look: Look) -> str:
     """Returns whether what ranks computed is wrong in its loss, or in the gradient alone.
 
@@ -467,7 +440,7 @@ def reduced_after_clipping(look: Look) -> Finding | None:
     apart = [n for n in names if not copies_are_equal(pair.used, n)]
     seen = {"apart": apart, "all": _are_all(names, pair.right_used)}
     asked = Asked(pair.used, pair.right_used, names, [*wrong], seen)
-    return _by_terms(look, asked, OF_ROWS)
+    return _by_terms(look, asked, BY_HAND)
 
 
 def unused(look: Look) -> Finding | None:
@@ -509,7 +482,7 @@ def hidden_in_sum(look: Look) -> Finding | None:
     if not (pair.names and pair.raw and share and len(pair.shards) > 1):
         return None
     whole = computed(pair.names, lambda n: share * np.sum([own[n] for own in pair.raw], axis=0))
-    right, bound = pair.right_received or pair.right_sum, bounds.of_sums(pair, OF_ROWS)
+    right, bound = pair.right_received or pair.right_sum, bounds.of_sums(pair, BY_HAND)
     expression = [(share, own) for own in pair.raw]
     shares = [bound(own, expression, pair.names) for own in given]
     ranks = [copy for copy, each in enumerate(shares) if not max(each.values()) <= 1]
@@ -590,7 +563,7 @@ def _clipped_first(look: Look, asked: Asked) -> Finding | None:
     for limit in dict.fromkeys(limits) if len(pair.raw) > 1 else ():
         own = [clipped(g, limit) for g in pair.raw]
         terms = [Term(f"clip(g{r})", "clipped", r, g) for r, g in enumerate(own)]
-        bound = bounds.of_sums(pair, OF_ROWS)
+        bound = bounds.of_sums(pair, BY_HAND)
         found, left = _of_copies(asked, terms, bound)
         is_usual = all(is_one_of(f.shares, _usual_factors(look)) for f in found)
         if found and not left and is_usual and any(norm_of(g) > limit for g in pair.raw):
@@ -599,11 +572,11 @@ def _clipped_first(look: Look, asked: Asked) -> Finding | None:
     return None
 
 
-# --- Parts and rows -------------------------------------------------------------------------------
+# --- Parts ------------------------------------------------------------------------------------
 
 
 def _in_parts(look: Look, asked: Asked) -> Finding:
-    """Says in which copies, tensors and rows a gradient without a formula is wrong.
+    """Says in which copies and parts a gradient without a formula is wrong.
 
     Where copies got unlike gradients, the reference may be their sum or mean.
     """
@@ -611,7 +584,6 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
     if asked.seen["apart"]:
         of_copies = _right_of_copies(look, asked)
     parts = [f for f in _of_parts(look, asked) if abs(f.factors[0] - 1) > CLOSE]
-    rows, of_raw = _of_rows(look, asked) if pair.raw else ([], [])
     copy, name = asked.ranks[0], asked.names[0]
     place = where(asked.given[copy][name], asked.right[name])
     changes = bool(pair.right_received) and abs(pair.hand_factor - 1) > OTHER
@@ -622,12 +594,8 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
         node = GRADIENT if is_passed and _are_before(look, asked.names) else SUM
     elif parts and changes:
         node = CLIPPING
-    elif rows:
-        node = _node_of(look, asked, rows, of_raw, [n for f in rows for n in f.names if not of_raw])
     elif parts:
-        factors = np.array([f.factors[0] for f in parts])
-        is_sum = asked.seen["all"] or not is_constant(factors)
-        node = SUM if is_sum else _node_of_some(look, asked)
+        node = SUM
     elif draws_unlike(look):
         node = RANDOM
     elif _is_computed_rightly(look):
@@ -635,8 +603,7 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
     else:
         node = computed_wrongly(look)
     return asked.finding(
-        node, parts or rows, of_raw, of_copies=of_copies, where=place,
-        unknown=not (parts or of_copies or rows),
+        node, parts, of_copies=of_copies, where=place, unknown=not (parts or of_copies),
     )  # fmt: skip
 
 
@@ -690,24 +657,3 @@ def _of_parts(look: Look, asked: Asked) -> list[Formula]:
     right = {name: asked.right[name] for name in asked.names}
     found = factors_of_parts(look.pair, asked.given, Term("G", "right", -1, right))
     return [formula for formula in found if formula.names]
-
-
-def _of_rows(look: Look, asked: Asked) -> tuple[list[Formula], list[Formula]]:
-    """Returns the formulas of rows of tensors, of copies and reference; none if one has none."""
-
-    def rows(named: Named) -> Named:
-        names = [n for n in asked.names if named[n].ndim > 1]
-        return {f"{n}[{i}]": row for n in names for i, row in enumerate(named[n])}
-
-    terms = [Term(f"g{r}", "gradient", r, rows(g)) for r, g in enumerate(look.pair.raw)]
-    right, given = rows(asked.right), [rows(own) for own in asked.given]
-    names = [
-        n
-        for n in right
-        if any(distance(own[n], right[n]) > CLOSE * norm(right[n]) for own in given)
-    ]
-    of_rows = asked._replace(given=given, right=right, names=names)
-    found, left = _of_copies(of_rows, terms, bounds.of_sums(look.pair, OF_READ))
-    if left:
-        return [], []
-    return found, formulas(right, names, terms, bounds.of_rounding(times=OF_ROWS))[0]
