@@ -13,7 +13,7 @@ from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.engine import bounds
 from lockstep.engine.claim import Change
 from lockstep.engine.look import Finding, Look, factors_of_parts, where
-from lockstep.engine.pair import Pair, State, Variable, copies_are_equal
+from lockstep.engine.pair import State, Variable
 from lockstep.engine.random import OTHER
 from lockstep.engine.solve import CLOSE, Formula, Term, formulas, is_one_of
 from lockstep.engine.sums import gradients, reduced_after_clipping
@@ -275,9 +275,8 @@ def changes_of(
 def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
     """Reads off state what is wrong before the update, where no gradients were recorded.
 
-    A slot of state that is linear in the gradient, as a momentum, shows it: the mean or the sum of
-    the copies' changes is that of the reference if each used its own gradient; the same multiple
-    on all copies is a factor of the gradient.
+    A slot of state that is linear in the gradient, as a momentum, shows it: the same multiple on
+    all copies is a factor of the gradient.
     """
     slots = dict[str, list[Change]]()
     for change in wrong:
@@ -285,11 +284,6 @@ def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
             slots.setdefault(change.variable.slot, []).append(change)
     names = tuple(dict.fromkeys(x.variable.first for x in wrong))
     ranks = tuple(sorted({x.copy for x in wrong}))
-    for slot, changes in slots.items():
-        if formula := _own_gradients(look.pair, changes):
-            return Finding(
-                SUM, names, ranks, (formula,), (), {"changes": wrong, "is_own": True, "slot": slot}
-            )
     for changes in slots.values():
         found = list[Formula]()
         for copy in ranks:
@@ -308,34 +302,6 @@ def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
     if look.loss_agrees() is False:
         return Finding(LOSS, names, ranks, (), (), {"changes": wrong, "unknown": True})
     return None
-
-
-def _own_gradients(pair: Pair, changes: Sequence[Change]) -> Formula | None:
-    """Returns how the reference's changes are made of those of unlike copies: a mean, or a sum."""
-    factors, names = set[float](), list[str]()
-    for variable in dict.fromkeys(x.variable for x in changes):
-        states = pair.known_states(variable)
-        num_wrong = sum(x.variable == variable for x in changes)
-        if states is None or num_wrong < len(pair.copies):
-            return None  # A copy is right by itself.
-        first, copies = states
-        own = [{"": variable.as_first(s.new) - variable.as_first(s.old)} for s in copies]
-        if copies_are_equal(own, "") or own[0][""].shape != first.change.shape:
-            return None
-        total = np.sum([each[""] for each in own], axis=0)
-        fits = [
-            f
-            for f in (1 / len(own), 1.0)
-            if norm(f * total - first.change) <= CLOSE * norm(first.change)
-        ]
-        if not fits:
-            return None
-        factors.add(fits[0])
-        names.append(variable.first)
-    if len(factors) != 1:
-        return None
-    terms = tuple(Term(f"D{copy}", "copy", copy, {}) for copy in pair.copies)
-    return Formula((*names,), terms, (factors.pop(),) * len(terms), (True,) * len(terms))
 
 
 NODES: tuple[Judge, ...] = (

@@ -34,7 +34,6 @@ from lockstep.engine.verdict import (
     UPDATE,
 )
 from lockstep.numeric.arrays import dense, norm, same_bits
-from lockstep.numeric.state_bounds import unit_of_state
 
 Test = Callable[[Finding, Look], str]
 
@@ -234,7 +233,7 @@ def not_reduced(finding: Finding, look: Look) -> str:
     known = [name for name in finding.names if all(name in own for own in used)]
     if known and all(copies_are_equal(used, name) for name in known):
         return ""  # What optimizers use was reduced after this.
-    if finding.seen.get("is_own") or _is_own_only(finding, look):
+    if _is_own_only(finding, look):
         return text
     right = _right_of_copies(finding)
     is_along = is_along_data(look.pair, finding.seen.get("of_copies", ()))
@@ -396,17 +395,6 @@ def of_kind(kind: str, test: Test) -> Test:
         return test(finding, look) if kinds and are_statistics == (kind == STATISTIC) else ""
 
     return only_of_kind
-
-
-def is_short(finding: Finding, look: Look) -> str:
-    """Tests variables that have only the digits of 16 bits, which the reference's have not."""
-    found = [x for x in _states(finding, look) if x[0].variable.kind != STATISTIC]
-    for _, first, own in found:
-        if first is None or own is None or not np.any(dense(own.new)):
-            return ""
-        if unit_of_state(own.new) <= unit_of_state(first.new):
-            return ""
-    return "they have the digits of 16 bits" if found else ""
 
 
 def kept(finding: Finding, look: Look) -> str:
@@ -605,7 +593,6 @@ TABLE = (
     Row((UPDATE,), "other_average", other_average),
     Row((UPDATE,), "other_weight_decay", decayed),
     Row((UPDATE,), "not_finite", of_kind(WEIGHT, not_finite)),
-    Row((UPDATE,), "reduced_precision", is_short),
     Row((UPDATE,), "not_updated", kept),
     Row((UPDATE,), "not_updated", no_update),
     Row((UPDATE,), "other_learning_rate", setting("learning_rate")),
