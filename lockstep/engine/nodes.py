@@ -57,8 +57,6 @@ def other_examples(look: Look) -> Finding | None:
         right, own = look.batches.rows[number]
         if look.skipped:
             return Finding(UPDATE, seen={"text": look.skipped})
-        if idle := [s for s, each in enumerate(own) if not each] if len(own) > 1 else []:
-            return _of_idle(look, idle)
         new = [s for s, each in enumerate(own) if not {*each} <= look.batches.known]
         drawn = [x for x in look.random if x.how != OTHER]
         is_drawn = new and (drawn or look.batches.have_equal_ids(number))
@@ -73,15 +71,6 @@ def other_examples(look: Look) -> Finding | None:
     return None
 
 
-def _of_idle(look: Look, idle: Sequence[int]) -> Finding:
-    """Returns the place of ranks without examples: those that skip the update, or the gradient."""
-    trace, wrong = look.pair.training.trace, look.claim.wrong
-    copies = {trace.copy_of(shard) for shard in idle}
-    is_skipped = wrong and all(x.copy in copies for x in wrong if x.variable.kind == WEIGHT)
-    seen = {"text": "no examples were computed", "changes": wrong, "idle": True}
-    return Finding(UPDATE if is_skipped else GRADIENT, (), tuple(idle), seen=seen)
-
-
 def outputs(look: Look) -> Finding | None:
     """Judges the outputs of examples that both trainings have."""
     own = [m for m in look.matched if m.arrays["y_pred"]]
@@ -92,10 +81,6 @@ def outputs(look: Look) -> Finding | None:
     total = sum(map(len, look.outputs_apart))
     number, largest = sum(int(np.sum(x > look.limit)) for _, x in far), max(x.max() for _, x in far)
     seen = {"text": f"outputs of {number} of {total} examples differ, by up to {largest:.2g}"}
-    gradients = [[g for both in m.arrays["y_grad"] for g in both] for m, _ in far]
-    are_losses = [all(g.ndim == 1 and g[0] and not np.ptp(g) for g in own) for own in gradients]
-    if all(gradients) and all(are_losses):  # Of examples: their gradient is one number.
-        return Finding(LOSS, ranks=ranks, seen=seen)
     if look.random and not look.pair.has_same_shards:
         return Finding(RANDOM, ranks=ranks, seen=seen)
     return Finding(OUTPUTS, ranks=ranks, seen=seen)
