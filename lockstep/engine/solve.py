@@ -32,7 +32,7 @@ class Term(NamedTuple):
 
     Attributes:
         label: in formulas: "g0" for the gradient of rank 0.
-        kind: "gradient", "pass", "right", "received", "copy", "clipped", "weight", "sign",
+        kind: "gradient", "pass", "right", "received", "copy", "weight", "sign",
             "change", "state" or "loss".
         rank: its rank, or -1.
         arrays: name → array.
@@ -91,7 +91,7 @@ class Formula(NamedTuple):
     @property
     def shares(self) -> np.ndarray:
         """The factors of what ranks or passes computed, or of the reference's gradient."""
-        return self.of("gradient", "pass", "clipped", "right", "received", "copy")
+        return self.of("gradient", "pass", "right", "received", "copy")
 
     @property
     def is_even(self) -> bool:

@@ -4,10 +4,22 @@ What a copy got is a sum of what the ranks computed, given = Σ a·g, and so is 
 reference = Σ b·g. Where all ranks count equally in both, and a/b is a number of ranks, or where the
 ranks count unequally in what a copy got, the sum is wrong; where the reference is no such sum, or
 one of unequal ranks, what they computed is: of their loss, or of its gradient.
+
+A sum is wrong in these places, in their order:
+
+- `_missing`: what ranks computed does not arrive.
+- `_node_of`: of ranks, of passes or of the step before, some count otherwise than others;
+  `_node_of_factor`: all count alike, with a factor between a sum and a mean, or another one than
+  the framework's; `_node_of_some`: such a factor of few weights, or of later ones.
+- `_by_operator`: the sum, or each of its terms, is rounded to 16 bits.
+- `_in_parts`: the reference is the sum or mean of what copies got; a rank's part has a factor; or
+  what ranks computed adds up to the reference.
+- `hidden_in_sum`: what a right update does not show.
+- In `nodes`: `hidden_factor` behind clipping, and `_of_unrecorded` without recorded gradients.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -504,25 +516,37 @@ def hidden_in_sum(look: Look) -> Finding | None:
 
 
 def _by_operator(look: Look, asked: Asked) -> Finding | None:
-    """Tries sums that are rounded, or whose terms are clipped before they are added."""
-    return _rounded(look, asked) or _clipped_first(look, asked)
+    """Tries sums that are rounded, or whose terms are rounded or clipped before they are added."""
+    if finding := _rounded(look, asked):
+        return finding
+    pair, changed = look.pair, list[tuple[str, str, list[Named]]]()
+    for dtype, round_ in short_dtypes():
+        own = [{n: round_(g[n]) for n in asked.names} for g in pair.raw]
+        changed.append((SUM, f"each rounded to {dtype}", own))
+    calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
+    limits = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
+    limits += [norm_of(pair.right_used)] if pair.clip_factor < 1 - OTHER else []
+    for limit in dict.fromkeys(limits) if len(pair.raw) > 1 else ():
+        own = [clipped(g, limit) for g in pair.raw]
+        if any(norm_of(g) > limit for g in pair.raw):
+            changed.append((GRADIENT, f"each clipped to norm {limit:.4g}", own))
+    for node, operator, own in changed if pair.raw else ():
+        terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(own)]
+        found, left = _of_copies(asked, terms, bounds.of_sums(pair, BY_HAND))
+        if found and not left and all(is_one_of(f.shares, _usual_factors(look)) for f in found):
+            return asked.finding(node, [f._replace(operator=operator) for f in found])
+    return None
 
 
 def _rounded(look: Look, asked: Asked) -> Finding | None:
     """Tries a sum that has only the digits of 16 bits, which its terms or the reference lack."""
-    pair, own = look.pair, {n: asked.given[asked.ranks[0]][n] for n in asked.names}
+    pair, own = look.pair, asked.given[asked.ranks[0]]
     for dtype, round_ in short_dtypes():
-
-        def is_short(named: Named, round_: Callable[[np.ndarray], np.ndarray] = round_) -> bool:
-            return all(
-                np.array_equal(round_(dense(named[n])), dense(named[n])) for n in asked.names
-            )
-
-        if is_short(asked.right):
-            continue
-        if not is_short(own):
-            if each := _each_rounded(look, asked, dtype, round_):
-                return each
+        is_short = [
+            all(np.array_equal(round_(dense(each[n])), dense(each[n])) for n in asked.names)
+            for each in (asked.right, own)
+        ]
+        if is_short != [False, True]:
             continue
         terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(pair.raw)]
         terms = terms or [Term("G", "right", -1, asked.right)]
@@ -535,40 +559,7 @@ def _rounded(look: Look, asked: Asked) -> Finding | None:
             ]
             of_terms = bool(pair.raw) and all(unit_of(array) > EPS for array in computed)
             found = [f._replace(operator=f"rounded to {dtype}") for f in found]
-            node = GRADIENT if of_terms else SUM
-            return asked.finding(node, found)
-    return None
-
-
-def _each_rounded(
-    look: Look, asked: Asked, dtype: str, round_: Callable[[np.ndarray], np.ndarray]
-) -> Finding | None:
-    """Tries a sum of what ranks computed, each rounded before it is added."""
-    own = [{n: round_(g[n]) for n in asked.names} for g in look.pair.raw]
-    terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(own)]
-    found, left = _of_copies(asked, terms, bounds.of_sums(look.pair)) if own else ([], [])
-    if not found or left or not all(is_one_of(f.shares, _usual_factors(look)) for f in found):
-        return None
-    found = [f._replace(operator=f"each rounded to {dtype}") for f in found]
-    return asked.finding(SUM, found)
-
-
-def _clipped_first(look: Look, asked: Asked) -> Finding | None:
-    """Tries a sum whose terms are clipped one by one."""
-    pair = look.pair
-    calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
-    limits = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
-    if pair.clip_factor < 1 - OTHER:
-        limits.append(norm_of(pair.right_used))
-    for limit in dict.fromkeys(limits) if len(pair.raw) > 1 else ():
-        own = [clipped(g, limit) for g in pair.raw]
-        terms = [Term(f"clip(g{r})", "clipped", r, g) for r, g in enumerate(own)]
-        bound = bounds.of_sums(pair, BY_HAND)
-        found, left = _of_copies(asked, terms, bound)
-        is_usual = all(is_one_of(f.shares, _usual_factors(look)) for f in found)
-        if found and not left and is_usual and any(norm_of(g) > limit for g in pair.raw):
-            found = [f._replace(operator=f"each clipped to norm {limit:.4g}") for f in found]
-            return asked.finding(GRADIENT, found)
+            return asked.finding(GRADIENT if of_terms else SUM, found)
     return None
 
 
