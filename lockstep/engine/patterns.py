@@ -167,15 +167,6 @@ def layers(key: str) -> Test:
     return lambda finding, look: look.layers.get(key, "")
 
 
-def lost_loss(finding: Finding, look: Look) -> str:
-    """Tests losses of ranks, or of micro-batches, that count 0."""
-    if not finding.seen.get("by") or not any(finding.given[0].factors):
-        return ""
-    own = zip(finding.given[0].factors, finding.given[0].terms, strict=True)
-    lost = [f"pass {term.part} of rank {term.rank}" for factor, term in own if factor == 0]
-    return f"the loss of {', '.join(lost)} does not count" if lost else ""
-
-
 def mean_of_means(finding: Finding, look: Look) -> str:
     """Tests that ranks count equally, and in the reference by weights that add up to a mean."""
     if finding.seen.get("by"):
@@ -270,9 +261,9 @@ def _right_of_copies(finding: Finding) -> str:
 
 
 def lost_part(finding: Finding, look: Look) -> str:
-    """Tests ranks, or micro-batches, that count 0 in what all copies got."""
+    """Tests ranks, or micro-batches, that count 0 in what all copies got, or in the loss."""
     for formula in finding.given:
-        passes = [(f, term.label) for f, term in formula.counted if term.kind == "pass"]
+        passes = [(f, t.label) for f, t in formula.counted if t.kind in ("pass", "loss")]
         largest = max((abs(f) for f, _ in passes), default=0.0)
         lost = [label for f, label in passes if abs(f) <= CLOSE * largest]
         if lost and largest:
@@ -406,11 +397,6 @@ def kept(finding: Finding, look: Look) -> str:
     return "they do not change in this step" if found else ""
 
 
-def no_update(finding: Finding, look: Look) -> str:
-    """Tests ranks that make no update in any step."""
-    return finding.seen.get("text", "") if "changes" not in finding.seen and finding.ranks else ""
-
-
 def unlike_copies(finding: Finding, look: Look) -> str:
     """Tests variables that each copy changes differently."""
     return "each rank has its own" if _apart(finding, look) else ""
@@ -477,11 +463,6 @@ def setting(key: str = "") -> Test:
         return "; ".join(f"{k} is {a} in the reference and {b} here" for k, (a, b) in own.items())
 
     return of_kind(WEIGHT, test)
-
-
-def switched(finding: Finding, look: Look) -> str:
-    """Tests a setting that differs, of an update that does not show it."""
-    return finding.seen.get("text", "") if "changes" not in finding.seen and look.settings else ""
 
 
 def other_average(finding: Finding, look: Look) -> str:
@@ -555,7 +536,7 @@ TABLE = (
     Row((EXAMPLES,), "not_reshuffled", examples(are_not_shuffled)),
     Row((EXAMPLES,), "batch_not_split", examples(are_lost_or_repeated)),
     Row((EXAMPLES,), "other_examples", examples()),
-    Row((LOSS,), "lost_part", lost_loss),
+    Row((LOSS,), "lost_part", lost_part),
     Row((LOSS,), "mean_of_means", mean_of_means),
     Row((RANDOM, LOSS), "random_numbers_repeated", stream(REPEATED)),
     Row((RANDOM, LOSS), "same_random_numbers", stream(SAME)),
@@ -594,11 +575,11 @@ TABLE = (
     Row((UPDATE,), "other_weight_decay", decayed),
     Row((UPDATE,), "not_finite", of_kind(WEIGHT, not_finite)),
     Row((UPDATE,), "not_updated", kept),
-    Row((UPDATE,), "not_updated", no_update),
+    Row((UPDATE,), "not_updated", seen("is_idle")),
     Row((UPDATE,), "other_learning_rate", setting("learning_rate")),
     Row((UPDATE,), "other_weight_decay", setting("weight_decay")),
     Row((UPDATE,), "other_optimizer", setting()),
-    Row((UPDATE,), "other_optimizer", switched),
+    Row((UPDATE,), "other_optimizer", seen("is_switched")),
     Row((UPDATE,), "other_weight_decay", of_kind(WEIGHT, decayed_change)),
     Row((UPDATE,), "other_learning_rate", of_kind(WEIGHT, scaled_change)),
     Row((UPDATE,), "diverged_replicas", of_kind(WEIGHT, unlike_copies)),

@@ -36,7 +36,6 @@ class Term(NamedTuple):
             "change", "state" or "loss".
         rank: its rank, or -1.
         arrays: name → array.
-        part: the number of its forward pass, or -1.
         offset: 0, or -1 for the step before.
     """
 
@@ -44,7 +43,6 @@ class Term(NamedTuple):
     kind: str
     rank: int
     arrays: Named
-    part: int = -1
     offset: int = 0
 
     @property

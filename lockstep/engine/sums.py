@@ -299,7 +299,7 @@ def _sets_of_terms(look: Look, right: Named, sums: Bound) -> Iterator[tuple[list
     elif earlier and earlier.names and not own:
         yield [*whole, Term("G[t−1]", "right", -1, earlier.right_sum, offset=-1)], bound
     if passes := [(r, p, g) for r, each in enumerate(pair.passes) for p, g in enumerate(each)]:
-        yield [Term(f"g{r}.{p}", "pass", r, g, part=p) for r, p, g in passes], sums
+        yield [Term(f"g{r}.{p}", "pass", r, g) for r, p, g in passes], sums
     for label, kind, value in (("W", "weight", np.asarray), ("sign(W)", "sign", np.sign)):
         yield [*base, Term(label, kind, -1, {n: value(w) for n, w in pair.weights.items()})], bound
 

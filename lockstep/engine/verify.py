@@ -194,7 +194,8 @@ class _Training:
         if not self.pairs:
             return self._said(NOT_VERIFIED, missing=("no step is in both recordings",))
         if last is not None and (silent := self._silent()):
-            return self._told(Finding(UPDATE, ranks=silent, seen={"text": "no update"}), look)
+            seen = {"is_idle": True, "text": "no update"}
+            return self._told(Finding(UPDATE, ranks=silent, seen=seen), look)
         if doubtful:
             return self._told(*doubtful)
         return designed or self._without_fault(compared, unknown)
@@ -270,10 +271,11 @@ class _Training:
             return Finding(OUTPUTS, seen={"text": look.layers["dtype"]})
         if names := settings.unlike_slots(look.pair):
             text = "only one of the optimizers keeps some state of these weights"
-            return Finding(UPDATE, (*names,), seen={"text": text})
+            return Finding(UPDATE, (*names,), seen={"is_switched": True, "text": text})
         switched = [key for key, both in look.settings.items() if {*map(type, both)} == {bool}]
         if switched:
-            return Finding(UPDATE, seen={"text": f"{', '.join(switched)} differs"})
+            text = f"{', '.join(switched)} differs"
+            return Finding(UPDATE, seen={"is_switched": True, "text": text})
         return None
 
     def _start(self, pair: Pair) -> Finding | None:
