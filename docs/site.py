@@ -38,7 +38,7 @@ ABOUT_NAMES = """
 
 A verdict says where two trainings first part, and with which formula. A *name* is a comment on
 that: it is given where a mistake fits, and changes neither the status nor the place. Without one,
-the difference is *unexplained*. The JSON has a finer name in `was`.
+the difference is *unexplained*.
 """
 
 

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lockstep.answer.names import with_name
 from lockstep.data.match import Matching
 from lockstep.data.trace import Trace, Variable
 from lockstep.engine.tokens import has_log_probs
@@ -90,7 +89,7 @@ def compare_pair(
         ValueError: the recordings have nothing in common.
     """
     _require_comparable(reference, training, names)
-    return with_name(verify(reference, training, permuted, by_parts, names, **options))
+    return verify(reference, training, permuted, by_parts, names, **options)
 
 
 def _is_by_parts(trace: Trace) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lockstep
-from lockstep.answer.names import advice_of, code_of, title_of
+from lockstep.answer.names import advice_of, code_of, details_of, title_of
 from lockstep.answer.text import NOT_MEASURED, facts_of, nodes_of, notes_of, sentence_of
 from lockstep.engine.verdict import EXIT_CODE_OF, Measured, Place, Verdict, worst
 
@@ -49,7 +49,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
         "formula": list(verdict.formula),
         "facts": facts_of(verdict),
         "name": verdict.name,
-        "was": verdict.was,
+        "was": details_of(verdict.name),
         "title": title_of(verdict) if verdict.place else "",
         "reason": verdict.reason,
         "remedy": advice_of(verdict),

@@ -1,10 +1,8 @@
 """The one table of names that a verdict may give: what each means, and what to do about it.
 
-The engine tells some mistakes apart more finely, as which state of an optimizer is lost. A name
-joins those that are said in the same way and repaired in the same place; `WAS` says which.
+A name joins mistakes that are said in the same way and repaired in the same place.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 from lockstep.engine.verdict import FAULT, GRADIENT, NOT_COMPARED, OUTPUTS, Verdict
@@ -229,11 +227,6 @@ NAMES = {  # In the order of the nodes at which they are found.
         "Values stay as they were, and the reference's change.",
         "give the optimizer every weight, and apply the summed gradients on every rank",
     ),
-    "updated_twice": Name(
-        "updated twice",
-        "The update was applied more than once in a step.",
-        "apply the summed gradients once per step",
-    ),
     "other_learning_rate": Name(
         "other learning rate",
         "The update has another learning rate than the reference's.",
@@ -251,12 +244,6 @@ NAMES = {  # In the order of the nodes at which they are found.
         "The update follows another rule, or other settings of the same rule.",
         "use the same optimizer with the same settings, and set them explicitly: defaults of"
         " frameworks differ, as the epsilon of Adam",
-    ),
-    "updated_from_a_part": Name(
-        "update of a part alone",
-        "An optimizer that mixes the elements of a weight, as Muon, saw only a rank's part of it.",
-        "gather the gradient of the whole weight before the update, and give each rank its part of"
-        " the result",
     ),
     "state_lost": Name(
         "state lost",
@@ -292,9 +279,8 @@ NAMES = {  # In the order of the nodes at which they are found.
     ),
 }
 
-# Name → the finer names of the engine, and those of version 3 of the JSON; "" has none.
-_FINER = {
-    "": "unexplained",
+# Name → the details of version 3 of the JSON that it joins, where they are not this name alone.
+WAS = {
     "other_start": "other_initial_weights other_initial_state other_initialiser not_replayed"
     " weights_not_synchronised",
     "frozen": "frozen not_frozen",
@@ -332,30 +318,25 @@ _FINER = {
     "statistics_not_averaged": "statistics_not_averaged weighted_average",
     "other_statistics": "other_statistics unbiased_variance",
 }
-WAS = {name: name for name in NAMES if name not in _FINER}  # Finer name → name.
-WAS |= {finer: name for name, finers in _FINER.items() for finer in finers.split()}
-
-CODE = {  # Framework → finer name → a line to remove, and one to add; "" for none.
+CODE = {  # Framework → name → a line to remove, and one to add; "" for none.
     "keras": {
-        "sum_instead_of_mean": (
+        "wrong_factor": (
             "loss = tf.reduce_mean(losses)",
             "loss = tf.nn.compute_average_loss(losses, global_batch_size=size)",
         ),
         "local_statistics": ("BatchNormalization()", "BatchNormalization(synchronized=True)"),
         "mean_of_means": ("dataset.batch(size)", "dataset.batch(size, drop_remainder=True)"),
-        "regulariser_repeated": ("", "penalty = tf.nn.scale_regularization_loss(penalty)"),
+        "regularisation_count": ("", "penalty = tf.nn.scale_regularization_loss(penalty)"),
         "inference_mode": ("model(x)", "model(x, training=True)"),
     },
     "torch": {
         "not_reshuffled": ("", "sampler.set_epoch(epoch)  # At the start of each epoch."),
-        "same_examples": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
+        "batch_not_split": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
         "same_random_numbers": ("torch.manual_seed(seed)", "torch.manual_seed(seed + rank)"),
         "inference_mode": ("model.eval()", "model.train()"),
         "local_statistics": ("DDP(model)", "DDP(SyncBatchNorm.convert_sync_batchnorm(model))"),
-        "micro_batches_not_averaged": ("loss.backward()", "(loss / num_micro_batches).backward()"),
         "stale_gradient": ("", "optimizer.zero_grad()  # Before the first backward of a step."),
         "not_all_reduced": ("", "dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG)"),
-        "clipped_before_unscale": ("", "scaler.unscale_(optimizer)  # Before clip_grad_norm_."),
     },
     "jax": {
         "not_all_reduced": ("grad(loss)(params, x)", "lax.pmean(grad(loss)(params, x), axis)"),
@@ -387,18 +368,9 @@ MODULES = "record modules (`lockstep run --modules`, or `modules=True`) to see t
 GENERIC = "", "other_outputs", "other_backward"  # Names that say no more than their node.
 
 
-def name_of(detail: str) -> str:
-    """Returns the name that joins a finer one of the engine; "" for none.
-
-    Raises:
-        KeyError: there is no such name.
-    """
-    return WAS[detail] if detail else ""
-
-
-def with_name(verdict: Verdict) -> Verdict:
-    """Returns an engine's verdict with its name, and the engine's finer one in `was`."""
-    return dataclasses.replace(verdict, name=name_of(verdict.name), was=verdict.name)
+def details_of(name: str) -> list[str]:
+    """Returns what version 3 of the JSON called a name: its details."""
+    return WAS.get(name, name).split()
 
 
 def title_of(verdict: Verdict) -> str:
@@ -440,5 +412,5 @@ def needs_module(verdict: Verdict) -> bool:
 def code_of(verdict: Verdict) -> dict[str, str]:
     """Returns an example: "-" → a line to remove, "+" → the one to write instead; or neither."""
     known = CODE.get(verdict.framework, {}) if verdict.status == FAULT else {}
-    code = known.get(verdict.was, ("", ""))
+    code = known.get(verdict.name, ("", ""))
     return {sign: line for sign, line in zip("-+", code, strict=True) if line}

@@ -47,65 +47,49 @@ class Averages:
 
     @functools.cached_property
     def _found(self) -> dict[str, Average]:
-        """Returns the averages, those that determine k first: others have their k."""
+        """Variable → what it is an average of; those that determine no k have that of others."""
         variables = self._pairs[0].variables if self._pairs else []
-        sources = [v for v in variables if v.kind != STATE and self._changes(v)]
-        asked = [v for v in variables if v.kind != WEIGHT]
-        found = {v.first: x for v in asked if (x := self._solved(v, sources))}
-        known: dict[int, set[float]] = {}
-        for average in found.values():
-            for number, kept in average.kept.items():
-                known.setdefault(number, set()).add(round(kept, 6))
-        left = [v for v in asked if v.first not in found]
-        return found | {v.first: x for v in left if (x := self._with_known(v, sources, known))}
-
-    def _changes(self, variable: Variable) -> bool:
-        states = [_of_reference(pair, variable) for pair in self._pairs]
-        return any(state is not None and np.any(state.change) for state in states)
+        states = {v: self._states(v) for v in variables}
+        sources = [v for v in variables if v.kind != STATE and states[v]]
+        found, known = dict[str, Average](), dict[int, set[float]]()
+        for _ in range(2):
+            for variable in variables:
+                if variable.kind != WEIGHT and variable.first not in found and states[variable]:
+                    averages = (
+                        self._average(states[variable], source, states[source], known)
+                        for source in sources if source != variable
+                    )  # fmt: skip
+                    if average := next(filter(None, averages), None):
+                        found[variable.first] = average
+            for average in found.values():
+                for number, kept in average.kept.items():
+                    known.setdefault(number, set()).add(round(kept, 6))
+        return found
 
     def _states(self, variable: Variable) -> dict[int, State]:
         """Returns number of a step → the variable in the reference, where it changes."""
         states = {pair.number: _of_reference(pair, variable) for pair in self._pairs}
         return {n: s for n, s in states.items() if s is not None and np.any(s.change)}
 
-    def _solved(self, variable: Variable, sources: Sequence[Variable]) -> Average | None:
-        states = self._states(variable)
-        for source in sources if states else ():
-            others, kept = self._states(source), dict[int, float]()
-            if source.first == variable.first:
-                continue
-            for number, state in states.items():
-                other = others.get(number)
-                if other is None or np.shape(other.new) != np.shape(state.new):
-                    break
-                k = _kept(state, other)
-                if k is not None:
-                    kept[number] = k
-                elif not _is_between(state, other):
-                    break
-            else:
-                if kept:
-                    return Average(source, kept)
-        return None
-
-    def _with_known(
-        self, variable: Variable, sources: Sequence[Variable], known: Mapping[int, set[float]]
-    ) -> Average | None:
-        """Tries the factors of other averages on a variable that determines none."""
-        states = self._states(variable)
-        for source in sources if states else ():
-            others, kept = self._states(source), dict[int, float]()
-            for number, state in states.items():
-                other = others.get(number)
-                if other is None or np.shape(other.new) != np.shape(state.new):
-                    break
-                fitting = [k for k in known.get(number, ()) if _fits(state, other, k)]
-                if not fitting:
-                    break
-                kept[number] = fitting[0]
-            else:
-                return Average(source, kept)
-        return None
+    @staticmethod
+    def _average(
+        states: Mapping[int, State], source: Variable, others: Mapping[int, State],
+        known: Mapping[int, set[float]],
+    ) -> Average | None:  # fmt: skip
+        """Returns that a variable is an average of another one; None if it is not."""
+        kept = dict[int, float]()
+        for number, state in states.items():
+            other = others.get(number)
+            if other is None or np.shape(other.new) != np.shape(state.new):
+                return None
+            fitting = (k for k in known.get(number, ()) if _fits(state, other, k))
+            k = _kept(state, other)
+            k = next(fitting, None) if k is None else k
+            if k is not None:
+                kept[number] = k
+            elif known or not _is_between(state, other):
+                return None
+        return Average(source, kept) if kept else None
 
 
 def _of_reference(pair: Pair, variable: Variable) -> State | None:

@@ -7,8 +7,7 @@ step from the size of the batch, its layers and what is summed. Nothing changes 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,8 +47,6 @@ from lockstep.numeric.tolerance import (
 
 # Fewer elements may have short mantissas by chance: each of 16 does with a chance of 2^-16.
 ELEMENTS_OF_DTYPE = 16
-# A network of tens of layers adds some hundred roundings of 1e-7 to an output; ten times that.
-OUTPUTS = 1e-4
 # Kernels for batches of another size differ by less than 256 roundings of float32.
 ROUNDING_OF_OUTPUTS = 3e-5
 # PyTorch divides by the norm plus this.
@@ -62,13 +59,8 @@ OF_SOLUTION = 2
 OF_REDUCTION = 16
 
 
-class Bound(Protocol):
-    """What tells how far arrays are from sums of terms."""
-
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of an array from a sum of terms, over its bound."""
+# Observed arrays, a sum of terms, and names → name → distance of an array from it over its bound.
+Bound = Callable[[Named, Expression, Sequence[str]], dict[str, float]]
 
 
 # --- Of gradients ---------------------------------------------------------------------------------
@@ -225,66 +217,47 @@ def wrong_gradients(own: Named, right: Named, bound: Tolerance, pair: Pair) -> s
 # --- Of sums, and of outputs ----------------------------------------------------------------------
 
 
-class Solved:
-    """The bound of a reference's gradients as sums of terms that were solved for."""
+def solved(bound: Tolerance) -> Bound:
+    """Returns the bound of a reference's gradients as sums of terms that were solved for."""
 
-    def __init__(self, bound: Tolerance) -> None:
-        self._bound = bound
-
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of an array from a sum of terms, over its bound."""
-        found = self._bound.shares(observed, expression, names)
+    def shares(own: Named, expression: Expression, names: Sequence[str]) -> dict[str, float]:
+        found = bound.shares(own, expression, names)
         return {name: share / OF_SOLUTION for name, share in found.items()}
 
+    return shares
 
-class OfSums:
-    """The bound of a sum of recorded arrays: their own rounding, and that of the reduction."""
 
-    def __init__(self, unit: float = EPS, times: float = OF_REDUCTION) -> None:
-        self.unit, self.times = unit, times
+def of_rounding(unit: float = EPS, times: float = OF_REDUCTION) -> Bound:
+    """Returns the bound of a sum of recorded arrays: their own rounding and the reduction's."""
 
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of an array from a sum of terms, over its bound."""
+    def shares(own: Named, expression: Expression, names: Sequence[str]) -> dict[str, float]:
         found = {}
         for name in names:
             terms = [(c, stored(term, name)) for c, term in expression if name in term and c]
-            size = size_of(expression, name) or norm_in(observed, name)
-            gap = gap_of(stored(observed, name), terms)
-            found[name] = gap.length / (self.times * self.unit * size + TINY) if gap else np.inf
+            size = size_of(expression, name) or norm_in(own, name)
+            gap = gap_of(stored(own, name), terms)
+            found[name] = gap.length / (times * unit * size + TINY) if gap else np.inf
         return found
 
+    return shares
 
-class OfChanges:
-    """The bound of changes of state, as a 2-norm over each variable."""
 
-    def __init__(self, allowed: Named) -> None:
-        self._allowed = allowed
+def of_changes(allowed: Named) -> Bound:
+    """Returns the bound of changes of state, as a 2-norm over each variable."""
 
-    def shares(
-        self, observed: Named, expression: Expression, names: Sequence[str]
-    ) -> dict[str, float]:
-        """Returns name → distance of a change from a sum of terms, over its bound."""
+    def shares(own: Named, expression: Expression, names: Sequence[str]) -> dict[str, float]:
         found = {}
         for name in names:
-            value = np.zeros_like(observed[name])
-            for factor, term in expression:
-                value = value + factor * term[name] if name in term else value
-            found[name] = distance(observed[name], value) / self._allowed[name]
+            terms = [c * term[name] for c, term in expression if name in term]
+            value = np.sum([np.zeros_like(own[name]), *terms], axis=0)
+            found[name] = distance(own[name], value) / allowed[name]
         return found
 
+    return shares
 
-def of_sums(pair: Pair, times: float = OF_REDUCTION) -> OfSums:
+
+def of_sums(pair: Pair, times: float = OF_REDUCTION) -> Bound:
     """Returns the bound of what copies got, as a sum of what shards computed."""
     arrays = (a for own in pair.training.named("raw") for a in own.values())
     units = [unit_of(array) for array in arrays if np.any(wide(array))]
-    return OfSums(max(EPS, min(units, default=EPS)), times)
-
-
-def of_outputs(bound: Tolerance) -> float:
-    """Returns the relative difference of outputs that rounding can cause."""
-    of_16_bits = 4 * bound.unit * bound.times if bound.unit > EPS else 0.0
-    return max(OUTPUTS, of_16_bits, MARGIN * EPS)
+    return of_rounding(max(EPS, min(units, default=EPS)), times)

@@ -104,15 +104,15 @@ class Claim:
             # A statistic is that of the copy's part, or that of the first copy, as DDP sends it.
             is_of_part = variable.kind == STATISTIC and self.pair.has_same_shards
             for copy in self.pair.copies:
-                state, like = self.pair.state(variable, copy), [0] if is_of_part else [*known]
-                others = (
-                    c for c in like if c in known and _are_same(self.pair.state(variable, c), state)
-                )
-                if (same := next(others, None)) is None:
+                state = self.pair.state(variable, copy)
+                for other in {0} & {*known} if is_of_part else known:
+                    before = self.pair.state(variable, other)
+                    if state and before and all(map(same_bits, before, state)):
+                        known[copy] = known[other]._replace(copy=copy)  # It is compared once.
+                        break
+                else:
                     right = self.pair.right(variable, copy)
                     known[copy] = self._compare_copy(variable, copy, right, state)
-                else:  # It has the bits of another copy, and is compared once.
-                    known[copy] = known[same]._replace(copy=copy)
             yield from known.values()
 
     def _compare_copy(
@@ -221,11 +221,12 @@ class Claim:
         arrays = [*first, *own, *further]
         if not num_sums:
             return self._with_drift(of_part, arrays), arrays
-        found = []  # Of the elements of a sample, and of its sums.
+        allowed = []  # Of the elements of a sample, and of its sums.
         for part in (slice(None, -num_sums), slice(-num_sums, None)):
             each = [wide(array)[part] if np.ndim(array) else array for array in arrays]
-            found.append(by_blocks(self._with_drift(of_part, each), *each))
-        return _last, [*first, *own, with_sums(np.concatenate(found), num_sums)]
+            allowed.append(by_blocks(self._with_drift(of_part, each), *each))
+        whole = with_sums(np.concatenate(allowed), num_sums)
+        return (lambda *arrays: arrays[-1]), [*first, *own, whole]
 
     @staticmethod
     def _with_drift(of_part: OfPart, arrays: list[Array]) -> bounds.OfElements:
@@ -439,21 +440,9 @@ class Claim:
         return bool(self.changes) and not self.wrong
 
     @property
-    def compared_weights(self) -> list[Change]:
-        """The weights whose update was compared, or is rounding alone, on each copy."""
-        changes = [x for x in self.changes if x.variable.kind == WEIGHT]
-        return [x for x in changes if x.share is not None or x.unknown]
-
-    @property
     def num_unknown(self) -> int:
         """The number of elements that were not compared on the first copy."""
         return sum(x.unknown for x in self.changes if x.copy == 0)
-
-    @property
-    def differing_weights(self) -> set[str]:
-        """The reference's names of the weights that, or whose state, may be wrong."""
-        wrong = [x for x in self.changes if x.share is None] + self.wrong
-        return {name for x in wrong for name in (x.variable.weight, x.variable.first)}
 
     def is_left_wrong(self, change: Change) -> bool:
         """Returns whether a wrong change of a weight or of its state happens after a right update.
@@ -485,15 +474,6 @@ def _sizes(
 ) -> np.ndarray:
     """Returns |S| + |S'|, the larger of both trainings."""
     return np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
-
-
-def _last(*arrays: np.ndarray) -> np.ndarray:
-    """Returns the last array."""
-    return arrays[-1]
-
-
-def _are_same(first: State | None, second: State | None) -> bool:
-    return first is not None and second is not None and all(map(same_bits, first, second))
 
 
 def _largest_share(second: np.ndarray, first: np.ndarray, allowed: np.ndarray) -> float:
@@ -549,7 +529,11 @@ def other_starts(pair: Pair, bound: Tolerance) -> Iterator[Moved]:
     if pair.is_port or not pair.has("before"):
         return
     starts, first = pair.training.own_starts, pair.reference.named("before")[0]
-    largest = _largest_states(pair, first)
+    largest = dict[str, float]()  # Slot → norm of its largest state of a weight.
+    for variable in pair.variables:
+        if variable.kind == STATE and variable.first in first:
+            size = max(largest.get(variable.slot, 0.0), norm(first[variable.first]))
+            largest[variable.slot] = size
     for variable in pair.variables:
         of_state = variable.kind == STATE
         if variable.first not in first:
@@ -587,16 +571,6 @@ def stays_zero(pair: Pair, variable: Variable, copy: int) -> bool:
     """Returns whether a copy has no state of its own, before and after the step."""
     states = pair.training.own_starts[copy], pair.training.ends[copy]
     return not any(variable.second in own and norm(own[variable.second]) for own in states)
-
-
-def _largest_states(pair: Pair, first: Named) -> dict[str, float]:
-    """Returns slot → norm of its largest state of a weight."""
-    found: dict[str, float] = {}
-    for variable in pair.variables:
-        if variable.kind == STATE and variable.first in first:
-            size = norm(first[variable.first])
-            found[variable.slot] = max(found.get(variable.slot, 0.0), size)
-    return found
 
 
 def drawn_otherwise(pair: Pair) -> list[str]:

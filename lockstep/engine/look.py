@@ -14,12 +14,15 @@ from lockstep.engine.claim import Claim
 from lockstep.engine.examples import Batches, Matched, factors_of, matched_examples, rows_apart
 from lockstep.engine.pair import Pair
 from lockstep.engine.random import Unlike, unlike_states
-from lockstep.engine.solve import Formula
+from lockstep.engine.solve import CLOSE, Formula, Term
 from lockstep.engine.step import Step
+from lockstep.engine.verdict import FAULT
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, dense, distance, norm, of_each
 from lockstep.numeric.state_bounds import COMPUTED, unit_of_state
 from lockstep.numeric.tolerance import KERNELS, Tolerance
 
+# A network of tens of layers adds some hundred roundings of 1e-7 to an output; ten times that.
+OF_OUTPUTS = 1e-4
 # The gradient of a loss is a difference, of a probability and 1, that cancels to 3 digits.
 OF_LOSS = 1e-3
 # Fractions that are shown of an array's largest gap, for which it is called wrong in a place.
@@ -37,8 +40,8 @@ class Finding:
         given: the formulas of what is wrong.
         right: the reference's formulas, of the same terms.
         seen: evidence of this node, which only names read.
-        is_doubtful: whether layers that mix or draw for each rank may cause it.
-        is_filled_up: whether all that differs is a batch that a sampler fills up.
+        status: `NOT_COMPARED` if layers that mix or draw for each rank may cause it, `BY_DESIGN` if
+            all that differs is a batch that a sampler fills up.
         is_before: whether it happened after the step before, not in this one.
     """
 
@@ -48,8 +51,7 @@ class Finding:
     given: tuple[Formula, ...] = ()
     right: tuple[Formula, ...] = ()
     seen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_doubtful: bool = False
-    is_filled_up: bool = False
+    status: str = FAULT
     is_before: bool = False
 
     def right_of(self, formula: Formula) -> Formula | None:
@@ -83,6 +85,11 @@ class Look:
         if not self.outputs_apart:
             apart = bounds.ROUNDING_OF_OUTPUTS
         return bounds.with_ties(self._tight, self.pair, apart)
+
+    @functools.cached_property
+    def solved(self) -> bounds.Bound:
+        """The bound of sums of terms that were solved for."""
+        return bounds.solved(self.bound)
 
     @functools.cached_property
     def _tight_shares(self) -> list[dict[str, float]]:
@@ -177,7 +184,9 @@ class Look:
     @functools.cached_property
     def limit(self) -> float:
         """The relative difference of outputs that rounding can cause."""
-        return bounds.of_outputs(self._tight)
+        unit = self._tight.unit
+        of_16_bits = 4 * unit * self._tight.times if unit > EPS else 0.0
+        return max(OF_OUTPUTS, of_16_bits, MARGIN * EPS)
 
     @property
     def limit_of_loss(self) -> float:
@@ -394,3 +403,23 @@ def parts_of_ranks(pair: Pair, name: str) -> list[tuple[int, tuple[slice, ...]]]
         if found:
             return found
     return []
+
+
+def factors_of_parts(pair: Pair, given: Sequence[Named], term: Term) -> list[Formula]:
+    """Returns the factors of the parts that ranks hold, over a term; no names where there is none.
+
+    Args:
+        pair: the step.
+        given: for each copy the whole arrays.
+        term: the reference's.
+    """
+    found = list[Formula]()
+    for name, right in term.arrays.items():
+        for rank, place in parts_of_ranks(pair, name):
+            own, first = given[rank][name][place], right[place]
+            factor = float(np.sum(own * first)) / max(float(np.sum(first * first)), TINY)
+            fits = distance(own, factor * first) <= CLOSE * norm(own) + TINY
+            names = (name,) if fits else ()
+            operator = f"part of rank {rank}"
+            found.append(Formula(names, (term,), (factor,), (True,), (rank,), operator))
+    return found

@@ -41,13 +41,8 @@ def _nodes(look: Look) -> Iterator[tuple[str, Shares]]:
         OUTPUTS,
         [(float(x.max()) / look.limit, not x.any()) for x in look.outputs_apart if len(x)],
     )
-    if pair.names:
-        yield SUM, [*_sums(look)]
+    for own, shares in zip(pair.sums, look.sum_shares, strict=True):
+        equal = {name: same_bits(own[name], pair.right_sum[name]) for name in shares}
+        yield SUM, [(share, equal[name]) for name, share in shares.items()]
     compared = [x.share for x in look.claim.changes if x.share is not None]
     yield UPDATE, [(share, share == 0) for share in compared]
-
-
-def _sums(look: Look) -> Iterator[tuple[float, bool]]:
-    right = look.pair.right_sum
-    for own, shares in zip(look.pair.sums, look.sum_shares, strict=True):
-        yield from ((share, same_bits(own[name], right[name])) for name, share in shares.items())

@@ -50,7 +50,8 @@ class Missing:
             lacking = sorted({*trace.about.asked} - {*trace.steps})
             if lacking and not (is_alike and len(lacking) <= trace.about.skipped):
                 yield f"{whose} lacks steps {_listed(lacking)}, which were to be recorded"
-        if broken := [pair.number for pair in self.pairs if settings.both_have_nan(pair)]:
+        both = [(pair.reference, pair.training) for pair in self.pairs]
+        if broken := [steps[1].number for steps in both if all(map(settings.has_nan, steps))]:
             yield f"outputs or weights are NaN in both in step {_listed(broken)}"
 
     def reasons(self, compared: set[str], copied: Sequence[int]) -> Iterator[str]:

@@ -4,22 +4,26 @@ examples → random and outputs → loss → gradient and sum → clipping → u
 with the formulas that fit, is what is said of a step.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
-from lockstep.engine import bounds, examples
+from lockstep.engine import bounds
 from lockstep.engine.claim import Change
-from lockstep.engine.look import Finding, Look, parts_of_ranks, where
-from lockstep.engine.pair import Pair, State, Variable, copies_are_equal
+from lockstep.engine.examples import rows_apart
+from lockstep.engine.look import Finding, Look, factors_of_parts, where
+from lockstep.engine.pair import State, Variable
 from lockstep.engine.random import OTHER
 from lockstep.engine.solve import CLOSE, Formula, Term, formulas, is_one_of
-from lockstep.engine.sums import gradients, local_norms, reduced_after_clipping
+from lockstep.engine.sums import gradients, reduced_after_clipping
 from lockstep.engine.verdict import (
     BETWEEN,
+    BY_DESIGN,
     CLIPPING,
     EXAMPLES,
+    FAULT,
     GRADIENT,
     LOSS,
     OUTPUTS,
@@ -48,20 +52,19 @@ def other_examples(look: Look) -> Finding | None:
             views = step.trace.views(step.position, "data", shard, index)
             first = next(iter(views.values()), None)
             if odd := [rank for rank, own in views.items() if not same_bits(own, first)]:
-                return Finding(EXAMPLES, ranks=tuple(odd), seen={"views": True})
+                text = "ranks compute one replica together, from unlike examples"
+                return Finding(EXAMPLES, ranks=tuple(odd), seen={"views": True, "text": text})
     if look.batches.differ(number):
         right, own = look.batches.rows[number]
         if look.skipped:
             return Finding(UPDATE, seen={"text": look.skipped})
-        if idle := [s for s, each in enumerate(own) if not each] if len(own) > 1 else []:
-            return _of_idle(look, idle)
         new = [s for s, each in enumerate(own) if not {*each} <= look.batches.known]
         drawn = [x for x in look.random if x.how != OTHER]
         is_drawn = new and (drawn or look.batches.have_equal_ids(number))
         seen = {"rows": (right, own), "random": drawn if new else []}
         is_filled = look.batches.is_filled_up(number) and not look.batches.share_examples(number)
-        is_filled = is_filled and not is_drawn
-        return Finding(RANDOM if is_drawn else EXAMPLES, seen=seen, is_filled_up=is_filled)
+        status = BY_DESIGN if is_filled and not is_drawn else FAULT
+        return Finding(RANDOM if is_drawn else EXAMPLES, seen=seen, status=status)
     for matched in look.matched:
         for index, (a, b) in enumerate(matched.arrays["data"]):
             if index and not _are_alike(a, b, look.limit):
@@ -75,19 +78,10 @@ def _are_alike(a: np.ndarray, b: np.ndarray, limit: float) -> bool:
     Numbers that the script computes may be rounded, and groups of examples may have other numbers.
     """
     if a.dtype.kind == "f":
-        return bool(np.all(examples.rows_apart([(a, b)]) <= limit))
+        return bool(np.all(rows_apart([(a, b)]) <= limit))
     groups, num = np.unique(np.stack([a.ravel(), b.ravel()]), axis=1), len(np.unique(a))
     are_groups = groups.shape[1] == num == len(np.unique(b)) and 2 * num <= len(a)
     return np.array_equal(a, b) or are_groups
-
-
-def _of_idle(look: Look, idle: Sequence[int]) -> Finding:
-    """Returns the place of ranks without examples: those that skip the update, or the gradient."""
-    trace, wrong = look.pair.training.trace, look.claim.wrong
-    copies = {trace.copy_of(shard) for shard in idle}
-    is_skipped = wrong and all(x.copy in copies for x in wrong if x.variable.kind == WEIGHT)
-    seen = {"text": "no examples were computed", "changes": wrong, "idle": True}
-    return Finding(UPDATE if is_skipped else GRADIENT, (), tuple(idle), seen=seen)
 
 
 def outputs(look: Look) -> Finding | None:
@@ -100,17 +94,9 @@ def outputs(look: Look) -> Finding | None:
     total = sum(map(len, look.outputs_apart))
     number, largest = sum(int(np.sum(x > look.limit)) for _, x in far), max(x.max() for _, x in far)
     seen = {"text": f"outputs of {number} of {total} examples differ, by up to {largest:.2g}"}
-    if all(_are_losses(m.arrays["y_grad"]) for m, _ in far):
-        return Finding(LOSS, ranks=ranks, seen={**seen, "by": "form"})
     if look.random and not look.pair.has_same_shards:
         return Finding(RANDOM, ranks=ranks, seen=seen)
     return Finding(OUTPUTS, ranks=ranks, seen=seen)
-
-
-def _are_losses(arrays: examples.Arrays) -> bool:
-    """Returns whether outputs are the losses of examples: their gradient is one number."""
-    gradients = [g for both in arrays for g in both]
-    return bool(gradients) and all(g.ndim == 1 and g[0] and not np.ptp(g) for g in gradients)
 
 
 def loss(look: Look) -> Finding | None:
@@ -126,32 +112,20 @@ def loss(look: Look) -> Finding | None:
     if not np.isfinite(means).any():
         return None
     if all(np.all(x <= limit) for *_, x in known):
-        terms = [Term(f"loss{m.shard}", "loss", m.shard, {}, part=m.number) for m, *_ in known]
+        terms = [Term(f"loss{m.shard}.{m.number}", "loss", m.shard, {}) for m, *_ in known]
         factors, is_known = np.nan_to_num(means).tolist(), np.isfinite(means).tolist()
         formula = Formula((), (*terms,), (*factors,), (*is_known,))
         ranks = tuple(sorted({term.rank for term in terms}))
-        return Finding(LOSS, ranks=ranks, given=(formula,), seen={"by": "rank"})
+        seen = {"by": "rank", "text": f"losses of ranks count {np.round(means, 4)} times"}
+        return Finding(LOSS, ranks=ranks, given=(formula,), seen=seen)
     ranks = tuple(sorted({m.shard for m, _, x in known if np.any(x > limit)}))
-    own = np.concatenate([f for _, f, _ in known])
     if text := _read_targets(look):
-        return Finding(EXAMPLES, ranks=ranks, seen={"read": text, "are_moved": _are_moved(look)})
-    is_scaled = all(_is_scaled(m.arrays["y_grad"], f, limit) for m, f, _ in known)
+        return Finding(EXAMPLES, ranks=ranks, seen={"read": text})
     share = look.pair.framework_share
     shares = [share] * len(look.pair.shards) if share else ()
     agrees = look.loss_agrees(shares)
     node = GRADIENT if agrees else LOSS
-    seen = {"by": "example" if is_scaled else "form", "factors": own, "unknown": True}
-    return Finding(node, ranks=ranks, seen=seen)
-
-
-def _is_scaled(arrays: examples.Arrays, factors: np.ndarray, limit: float) -> bool:
-    """Returns whether the loss gradient of each example is a multiple of the reference's."""
-    for both in arrays:
-        a, b = (dense(x).reshape(len(x), -1) for x in both)
-        far = np.linalg.norm(b - np.nan_to_num(factors)[:, None] * a, axis=1)
-        if a.shape[1] < 2 or np.any(far > limit * np.maximum(np.linalg.norm(b, axis=1), TINY)):
-            return False
-    return True
+    return Finding(node, ranks=ranks, seen={"unknown": True})
 
 
 def _read_targets(look: Look) -> str:
@@ -169,16 +143,6 @@ def _read_targets(look: Look) -> str:
     return f"{num} outputs have another target" if num else ""
 
 
-def _are_moved(look: Look) -> bool:
-    """Returns whether the targets are those of the reference, next to other outputs."""
-
-    def classes(array: np.ndarray) -> list[int]:
-        return sorted(dense(array).reshape(-1, array.shape[-1]).argmin(1).tolist())
-
-    pairs = [both for matched, *_ in look.loss_factors for both in matched.arrays["y_grad"]]
-    return all(classes(a) == classes(b) for a, b in pairs)
-
-
 # --- Clipping -------------------------------------------------------------------------------------
 
 
@@ -193,12 +157,12 @@ def clip(look: Look) -> Finding | None:
         if names:
             wrong[copy] = names
             term = Term("s", "received", copy, pair.sums[copy])
-            formula, _ = formulas(own, names, [term], bounds.OfSums(EPS, OF_CLIPPED))
+            formula, _ = formulas(own, names, [term], bounds.of_rounding(EPS, OF_CLIPPED))
             found += [f._replace(copies=(copy,)) for f in formula]
     if not wrong:
         return None
     every = tuple(dict.fromkeys(n for own in wrong.values() for n in own))
-    seen = {"factor": pair.clip_factor, "local": local_norms(pair)}
+    seen = {"factor": pair.clip_factor}
     return Finding(CLIPPING, every, tuple(wrong), tuple(found), (), seen)
 
 
@@ -222,7 +186,7 @@ def hidden_factor(look: Look) -> Finding | None:
         return None  # What enters its clipping was not recorded.
     for copy in look.wrong_sums:
         term = Term("G", "right", -1, pair.right_sum)
-        own, left = formulas(pair.sums[copy], names, [term], bounds.Solved(look.bound))
+        own, left = formulas(pair.sums[copy], names, [term], look.solved)
         if left or len(own) != 1 or abs(own[0].factors[0] - 1) <= CLOSE:
             return None
         found.append(own[0]._replace(copies=(copy,)))
@@ -239,13 +203,6 @@ def hidden_factor(look: Look) -> Finding | None:
 # --- Update ---------------------------------------------------------------------------------------
 
 
-def forward_statistics(look: Look) -> Finding | None:
-    """Judges statistics that a forward pass leaves: those that are no averages of weights."""
-    wrong = [x for x in look.claim.wrong if x.variable.kind == STATISTIC]
-    wrong = [x for x in wrong if look.averages.of(x.variable.first) is None]
-    return _of_state(look, wrong) if wrong else None
-
-
 def update(look: Look) -> Finding | None:
     """Judges weights and optimizer state after the step, from gradients that are right."""
     wrong = [x for x in look.claim.wrong if x.variable.kind in (WEIGHT, STATE)]
@@ -254,9 +211,11 @@ def update(look: Look) -> Finding | None:
     return (_of_unrecorded(look, wrong) if not look.pair.names else None) or _of_state(look, wrong)
 
 
-def statistics(look: Look) -> Finding | None:
-    """Judges statistics after the step."""
+def statistics(look: Look, *, are_averages: bool = True) -> Finding | None:
+    """Judges statistics after the step; those that a forward pass leaves are no averages."""
     wrong = [x for x in look.claim.wrong if x.variable.kind == STATISTIC]
+    averages = look.averages
+    wrong = [x for x in wrong if are_averages or averages.of(x.variable.first) is None]
     return _of_state(look, wrong) if wrong else None
 
 
@@ -271,12 +230,15 @@ def _of_state(look: Look, wrong: Sequence[Change]) -> Finding:
             look, [x.variable for x in weights if x.copy == copy], copy
         )
         for chosen in ([terms[0]], terms) if own else ():
-            more, unsolved = formulas(own, [*own], chosen, bounds.OfChanges(allowed))
+            more, unsolved = formulas(own, [*own], chosen, bounds.of_changes(allowed))
             if more and not unsolved:
                 found += [f._replace(copies=(copy,)) for f in more]
                 break
         if own and not any(copy in f.copies for f in found):
-            found += _parts_of_change(look, own, terms[0].arrays, copy)
+            parts = factors_of_parts(look.pair, [own] * len(look.pair.copies), terms[0])
+            found += (
+                [f._replace(copies=(copy,)) for f in parts] if all(f.names for f in parts) else []
+            )
         if own and not place:
             name = next(iter(own))
             place = where(own[name], terms[0].arrays[name])
@@ -304,29 +266,14 @@ def changes_of(
     return own, [Term("D", "change", -1, first), Term("X", "state", -1, before)], allowed
 
 
-def _parts_of_change(look: Look, own: Named, first: Named, copy: int) -> list[Formula]:
-    """Returns the factors of the parts of changes that ranks hold, if all parts have one."""
-    found, term = list[Formula](), Term("D", "change", -1, {})
-    for name in own:
-        for rank, place in parts_of_ranks(look.pair, name):
-            a, b = own[name][place], first[name][place]
-            factor = float(np.sum(a * b)) / max(float(np.sum(b * b)), TINY)
-            if norm(a - factor * b) > CLOSE * norm(a):
-                return []
-            operator = f"part of rank {rank}"
-            found.append(Formula((name,), (term,), (factor,), (True,), (copy,), operator))
-    return found
-
-
 # --- Gradients that were not recorded -------------------------------------------------------------
 
 
 def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
     """Reads off state what is wrong before the update, where no gradients were recorded.
 
-    A slot of state that is linear in the gradient, as a momentum, shows it: the mean or the sum of
-    the copies' changes is that of the reference if each used its own gradient; the same multiple
-    on all copies is a factor of the gradient.
+    A slot of state that is linear in the gradient, as a momentum, shows it: the same multiple on
+    all copies is a factor of the gradient.
     """
     slots = dict[str, list[Change]]()
     for change in wrong:
@@ -334,18 +281,13 @@ def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
             slots.setdefault(change.variable.slot, []).append(change)
     names = tuple(dict.fromkeys(x.variable.first for x in wrong))
     ranks = tuple(sorted({x.copy for x in wrong}))
-    for slot, changes in slots.items():
-        if formula := _own_gradients(look.pair, changes):
-            return Finding(
-                SUM, names, ranks, (formula,), (), {"changes": wrong, "is_own": True, "slot": slot}
-            )
     for changes in slots.values():
         found = list[Formula]()
         for copy in ranks:
             own, terms, allowed = changes_of(
                 look, [x.variable for x in changes if x.copy == copy], copy
             )
-            more, left = formulas(own, [*own], terms[:1], bounds.OfChanges(allowed))
+            more, left = formulas(own, [*own], terms[:1], bounds.of_changes(allowed))
             found += [f._replace(copies=(copy,)) for f in more if not left]
         factors = np.array([f.factors[0] for f in found])
         # A slot that is a square of gradients has the square of their factor.
@@ -359,34 +301,7 @@ def _of_unrecorded(look: Look, wrong: Sequence[Change]) -> Finding | None:
     return None
 
 
-def _own_gradients(pair: Pair, changes: Sequence[Change]) -> Formula | None:
-    """Returns how the reference's changes are made of those of unlike copies: a mean, or a sum."""
-    factors, names = set[float](), list[str]()
-    for variable in dict.fromkeys(x.variable for x in changes):
-        states = pair.known_states(variable)
-        num_wrong = sum(x.variable == variable for x in changes)
-        if states is None or num_wrong < len(pair.copies):
-            return None  # A copy is right by itself.
-        first, copies = states
-        own = [{"": variable.as_first(s.new) - variable.as_first(s.old)} for s in copies]
-        if copies_are_equal(own, "") or own[0][""].shape != first.change.shape:
-            return None
-        total = np.sum([each[""] for each in own], axis=0)
-        fits = [
-            f
-            for f in (1 / len(own), 1.0)
-            if norm(f * total - first.change) <= CLOSE * norm(first.change)
-        ]
-        if not fits:
-            return None
-        factors.add(fits[0])
-        names.append(variable.first)
-    if len(factors) != 1:
-        return None
-    terms = tuple(Term(f"D{copy}", "copy", copy, {}) for copy in pair.copies)
-    return Formula((*names,), terms, (factors.pop(),) * len(terms), (True,) * len(terms))
-
-
 NODES: tuple[Judge, ...] = (
-    other_examples, outputs, loss, forward_statistics, gradients, clip, update, statistics,
+    other_examples, outputs, loss, functools.partial(statistics, are_averages=False), gradients,
+    clip, update, statistics,
 )  # fmt: skip

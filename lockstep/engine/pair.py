@@ -252,11 +252,6 @@ class Pair:
             return []  # Of sharded weights, only what is reduced is recorded.
         return [self._filled(own) for own in computed]
 
-    @property
-    def computes_alike(self) -> bool:
-        """Whether all shards computed the same gradients, as far as these were recorded."""
-        return all(copies_are_equal(self.raw, name) for name in self.names if self.raw)
-
     @staticmethod
     def _summed_passes(step: Step, shard: int) -> Named:
         """Returns what several backward passes add together; empty of a single one."""
@@ -445,20 +440,16 @@ def _state(before: Named, after: Named, key: str, weight: str) -> State | None:
 def sum_of(step: Step, copy: int) -> Named:
     """Returns what enters clipping, or the optimizer, on a copy; empty if it is unknown."""
     if not step.clips_sum:  # Each shard clips what it sends: what it computes enters.
-        return _sum_of_raw(step)
+        raw = step.named("raw") if step.has("raw") else []
+        names = dict.fromkeys(name for own in raw for name in own)
+        sums = computed(names, lambda n: add([dense(own[n]) for own in raw if n in own]))
+        return scaled_all(sums, step.share)
     if own := step.entering(copy):
         return own
     for kind in ("sums", "clipped"):
         if step.has(kind):
             return step.named(kind)[copy]
     return step.applied(copy)
-
-
-def _sum_of_raw(step: Step) -> Named:
-    of_shards = step.named("raw") if step.has("raw") else []
-    names = dict.fromkeys(name for own in of_shards for name in own)
-    sums = computed(names, lambda n: add([dense(own[n]) for own in of_shards if n in own]))
-    return scaled_all(sums, step.share)
 
 
 def common_factor(changed: Named, before: Named) -> float:

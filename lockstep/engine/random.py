@@ -69,16 +69,12 @@ def states_of(step: Step) -> States:
     asked = [shard for shard in step.shards if step.arrays("random")[shard] or not has_keys(step)]
     states = [[*own_states(step, shard)] for shard in asked if draws(step, shard)]
     if not states or not all(states):
-        asked, states = [*step.shards], [_used_seeds(step, shard) for shard in step.shards]
+        asked, states = [*step.shards], []
+        for copy in map(step.trace.copy_of, step.shards):  # Of layers that are variables.
+            own = step.own_starts[copy]
+            moved = [name for name in _moved_seeds(step, copy) or () if name in own]
+            states.append([np.atleast_1d(own[name]).view(np.uint8) for name in moved])
     return states if len(states) == len(asked) and all(states) else []
-
-
-def _used_seeds(step: Step, shard: int) -> list[np.ndarray]:
-    """Returns the states of layers that are variables, where a step changes them."""
-    copy = step.trace.copy_of(shard)
-    own = step.own_starts[copy]
-    moved = _moved_seeds(step, copy) or ()
-    return [np.atleast_1d(own[name]).view(np.uint8) for name in moved if name in own]
 
 
 def _moved_seeds(step: Step, copy: int) -> list[str] | None:
@@ -106,18 +102,24 @@ def own_states(step: Step, shard: int) -> Sequence[np.ndarray]:
 
 def unlike_states(pair: Pair) -> list[Unlike]:
     """Returns the random states unlike the reference's."""
-    found, own = list[Unlike](), states_of(pair.training)
-    first = [x for each in states_of(pair.reference) for x in each]
-    if _are_repeated(pair, own):
+    found, own, here = list[Unlike](), states_of(pair.training), states_of(pair.reference)
+    first, earlier = [x for each in here for x in each], [*_earlier(pair)]
+    if any(_are_equal(own, x) and not (here and _are_equal(here, y)) for y, x in earlier):
         found.append(Unlike(REPEATED))
-    are_equal = len(own) > 1 and all(same_arrays(own[0], other) for other in own[1:])
-    # Equal states in a step that was right say that ranks draw alike.
-    if are_equal and not _draw_for_all(pair) and not _were_equal(pair):
+    # Equal states in a step that was right say that ranks draw alike; so do states before and
+    # after each shard that are the reference's, as for the whole batch.
+    draw_alike = any(_are_equal(x[:1] * len(x), x) for _, x in earlier)
+    if pair.has("random", "random_after"):
+        draw_alike |= all(
+            same_arrays(pair.reference.arrays(kind)[0], pair.training.arrays(kind)[shard])
+            for kind in ("random", "random_after") for shard in pair.shards
+        )  # fmt: skip
+    if len(own) > 1 and _are_equal(own[:1] * len(own), own) and not draw_alike:
         found.append(Unlike(SAME))
     apart = [s for s, each in enumerate(own) if first and not same_arrays(each, first)]
     alike = first and all(each[0].shape == first[0].shape for each in own)
     # Ranks may rightly draw from states of their own, if they always did.
-    if alike and apart and _were_the_references(pair):
+    if alike and apart and any(y and _are_equal(y[:1] * len(x), x) for y, x in earlier):
         found.append(Unlike(OTHER, ranks=tuple(apart)))
     if _moved_seeds(pair.reference, 0) and any(
         not has_keys(pair.training) and _moved_seeds(pair.training, copy) == []
@@ -125,6 +127,10 @@ def unlike_states(pair: Pair) -> list[Unlike]:
     ):
         found.append(Unlike(REPEATED, "the random state, which the step leaves as it was,"))
     return [*found, *_within_replicas(pair)]
+
+
+def _are_equal(first: States, second: States) -> bool:
+    return len(first) == len(second) and all(map(same_arrays, first, second))
 
 
 def lost_states(pair: Pair) -> list[Unlike]:
@@ -139,43 +145,6 @@ def lost_states(pair: Pair) -> list[Unlike]:
     return [*found, *_within_replicas(pair)]
 
 
-def _draw_for_all(pair: Pair) -> bool:
-    """Returns whether each shard draws what the reference draws, as for the whole batch."""
-    kinds = "random", "random_after"
-    if not pair.has(*kinds):
-        return False
-    first = [pair.reference.arrays(kind)[0] for kind in kinds]
-    own = [[pair.training.arrays(kind)[s] for kind in kinds] for s in pair.shards]
-    return all(all(map(same_arrays, first, each)) for each in own)
-
-
-def moved_states(before: Pair, pair: Pair) -> list[Unlike]:
-    """Returns the states from which ranks draw that change between two steps, as none may.
-
-    Args:
-        before: the step before.
-        pair: the step.
-    """
-    steps = before.reference, pair.reference
-    if not _is_left_alone(*steps, 0):
-        return []
-    steps = before.training, pair.training
-    moved = [s for s in pair.shards if draws(steps[1], s) and _is_left_alone(*steps, s) is False]
-    what = "the random state, which changes between two steps,"
-    return [Unlike(OTHER, what, tuple(moved))] if moved else []
-
-
-def _is_left_alone(before: Step, after: Step, shard: int) -> bool | None:
-    """Returns whether the states of a shard stay as a step leaves them; None if it is unknown."""
-    is_own = after.has("own_random") or after.trace.about.replayed is None
-    if not (is_own and before.has("random_after") and after.has("random")):
-        return None
-    if shard >= len(before.shards) or shard >= len(after.shards):
-        return None
-    left, found = before.arrays("random_after")[shard], own_states(after, shard)
-    return same_arrays(left, found) if len(left) == len(found) else None
-
-
 def _earlier(pair: Pair) -> Iterator[tuple[States, States]]:
     """Yields the states of each earlier step, of the reference and of the training."""
     reference, training = pair.reference.trace, pair.training.trace
@@ -185,27 +154,6 @@ def _earlier(pair: Pair) -> Iterator[tuple[States, States]]:
             first, own = map(states_of, steps)
             if own:
                 yield first, own
-
-
-def _were_equal(pair: Pair) -> bool:
-    """Returns whether all ranks had equal states in an earlier step, which was right."""
-    return any(all(same_arrays(own[0], x) for x in own[1:]) for _, own in _earlier(pair))
-
-
-def _were_the_references(pair: Pair) -> bool:
-    """Returns whether all ranks had the reference's states in an earlier step."""
-    both = _earlier(pair)
-    return any(first and all(same_arrays(first[0], x) for x in own) for first, own in both)
-
-
-def _are_repeated(pair: Pair, own: States) -> bool:
-    """Returns whether states are those of an earlier step, and not so in the reference."""
-    here = states_of(pair.reference)
-    for first, before in _earlier(pair):
-        is_same = len(own) == len(before) and all(map(same_arrays, own, before))
-        if is_same and not (here and first and all(map(same_arrays, here, first))):
-            return True
-    return False
 
 
 def _within_replicas(pair: Pair) -> Iterator[Unlike]:

@@ -1,7 +1,7 @@
 """What a training that resumes from a checkpoint lacks: its first step against the reference's.
 
 The recording of the resumed process is compared from the step with which it resumes. Its own state
-before that step is judged here, and so are examples, random numbers and the scale of the loss:
+before that step is judged here, and so are random numbers and the scale of the loss:
 what is not restored shows as what it is in its place.
 """
 
@@ -16,21 +16,18 @@ import numpy as np
 from lockstep.data.match import Matching
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, Trace
 from lockstep.engine.claim import NEAR_START, stays_zero
-from lockstep.engine.examples import Batches, Rows, rows_of
 from lockstep.engine.look import Finding
 from lockstep.engine.pair import Pair, Variable
 from lockstep.engine.random import draws, own_states
 from lockstep.engine.solve import Formula
 from lockstep.engine.step import Step
-from lockstep.engine.verdict import EXAMPLES, GRADIENT, RANDOM, START
+from lockstep.engine.verdict import GRADIENT, RANDOM, START
 from lockstep.numeric.arrays import EPS, Named, dense, distance, norm, ratio, same_arrays, unit_of
 
 # A restored variable may differ by rounding, which is less than this part of its whole change.
 OF_CHANGE = 0.01
 # Digits of a copy that was saved and loaded, in another layout.
 COPIED = 4
-NOT_RESTORED, SHIFTED, RESTARTED = "not_restored", "shifted_state", "examples_restarted"
-OF_ANOTHER = "of another weight"
 NOUNS = {WEIGHT: "weights", STATISTIC: "buffers or averages", STATE: "arrays of optimizer state",
          SEED: "seeds"}  # fmt: skip
 
@@ -96,17 +93,9 @@ def _starts(trace: Trace) -> list[list[Named]]:
     return [Step(trace, position).named("before") for position in range(len(trace.steps))]
 
 
-def lost(pair: Pair, batches: Batches) -> Finding | None:
-    """Returns what the first step of a training that resumes lacks; None if it lacks nothing.
-
-    Args:
-        pair: the step.
-        batches: the examples of all steps.
-    """
-    return (
-        _lost_state(pair) or _earlier_examples(pair, batches) or _other_numbers(pair)
-        or _other_scale(pair)
-    )  # fmt: skip
+def lost(pair: Pair) -> Finding | None:
+    """Returns what the first step of a training that resumes lacks; None if it lacks nothing."""
+    return _lost_state(pair) or _other_numbers(pair) or _other_scale(pair)
 
 
 # --- State ----------------------------------------------------------------------------------------
@@ -141,8 +130,7 @@ def _lost_state(pair: Pair) -> Finding | None:
         texts.append(f"{len(of)} of {total} {NOUNS[kind]}: {how}")
     names = tuple(dict.fromkeys(name for formula in formulas for name in formula.names))
     ranks = tuple(sorted({rank for formula in formulas for rank in formula.copies}))
-    name = SHIFTED if any(how == OF_ANOTHER for _, how in found) else NOT_RESTORED
-    seen = {"lost": name, "text": "; ".join(texts)}
+    seen = {"is_resumed": True, "text": "; ".join(texts)}
     return Finding(START, names, ranks, (*formulas,), (), seen) if found else None
 
 
@@ -180,7 +168,7 @@ def _in_place(
     others = [v.first for v in pair.variables if v.kind == STATE and v.weight != variable.weight]
     is_state = variable.kind == STATE and value.size > 1
     if is_state and any(_same(value, rights[at].get(name)) for name in others):
-        return OF_ANOTHER
+        return "of another weight"
     return "unlike those of the reference"
 
 
@@ -189,20 +177,7 @@ def _same(value: np.ndarray, other: Any) -> bool:
     return other is not None and distance(value, other) <= COPIED * EPS * norm(other)
 
 
-# --- Examples, random numbers and the scale of the loss -------------------------------------------
-
-
-def _earlier_examples(pair: Pair, batches: Batches) -> Finding | None:
-    """Finds the examples of an earlier step of the reference."""
-    if not (batches.differ(pair.number) and pair.training.has("data")):
-        return None
-    own = sum(rows_of(pair.training, None), Rows())
-    for position in range(pair.reference.position):
-        step = Step(pair.reference.trace, position)
-        if step.has("data") and sum(rows_of(step, None), Rows()) == own:
-            text = f"the examples are those of step {step.number} of the reference again"
-            return Finding(EXAMPLES, seen={"lost": RESTARTED, "text": text})
-    return None
+# --- Random numbers and the scale of the loss -----------------------------------------------------
 
 
 def _other_numbers(pair: Pair) -> Finding | None:
@@ -218,7 +193,7 @@ def _other_numbers(pair: Pair) -> Finding | None:
             for position, number in enumerate(first.trace.steps):
                 if same_arrays(own, Step(first.trace, position).arrays("random")[shard]):
                     what = f"those of step {number} again"
-    seen = {"lost": NOT_RESTORED, "text": f"the random states are {what}"}
+    seen = {"is_resumed": True, "text": f"the random states are {what}"}
     return Finding(RANDOM, ranks=tuple(wrong), seen=seen) if wrong else None
 
 
@@ -231,4 +206,4 @@ def _other_scale(pair: Pair) -> Finding | None:
     if not ranks:
         return None
     text = f"the loss scale is {own[ranks[0]]:g}, in the reference {right:g}"
-    return Finding(GRADIENT, ranks=ranks, seen={"lost": NOT_RESTORED, "text": text})
+    return Finding(GRADIENT, ranks=ranks, seen={"is_resumed": True, "text": text})

@@ -4,6 +4,7 @@ It is evidence for a difference that arrays show; alone it is no fault.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,8 +35,11 @@ def other_settings(pair: Pair) -> dict[str, tuple[Any, Any]]:
                 continue
             first, second = right.get(variable.first, {}), own.get(variable.second, {})
             for key in first.keys() & second.keys() - {"weights"}:
-                if first[key] != second[key] and not _are_close(first[key], second[key]):
-                    found.setdefault(key, (first[key], second[key]))
+                both = first[key], second[key]
+                are_numbers = all(isinstance(x, int | float) for x in both)
+                are_close = are_numbers and math.isclose(*both, rel_tol=DIGITS)
+                if first[key] != second[key] and not are_close:
+                    found.setdefault(key, both)
     return found
 
 
@@ -55,11 +59,6 @@ def unlike_slots(pair: Pair) -> list[str]:
     ]  # fmt: skip
 
 
-def _are_close(first: Any, second: Any) -> bool:
-    are_numbers = all(isinstance(x, int | float) for x in (first, second))
-    return are_numbers and abs(first - second) <= DIGITS * max(abs(first), abs(second))
-
-
 def _settings_of(about: About, position: int) -> dict[str, Mapping[str, Any]]:
     """Returns weight → settings of its group."""
     groups = about.settings[position] if position < len(about.settings) else ()
@@ -67,15 +66,11 @@ def _settings_of(about: About, position: int) -> dict[str, Mapping[str, Any]]:
     return {name: group for group in groups for name in group.get("weights", weights)}
 
 
-def both_have_nan(pair: Pair) -> bool:
-    """Returns whether outputs, losses or new state of both are NaN: nothing compares them.
+def has_nan(step: Step) -> bool:
+    """Returns whether outputs, losses or new state are NaN: in both, nothing compares them.
 
-    A step that both skip leaves its weights finite, whatever its outputs are.
+    A step that is skipped leaves its weights finite, whatever its outputs are.
     """
-    return all(map(_has_nan, (pair.reference, pair.training)))
-
-
-def _has_nan(step: Step) -> bool:
     ends = step.ends[0] if step.has("after") else {}
     names, starts = [name for name in ends if step.trace.kinds[name] == WEIGHT], step.starts[0]
     is_same = all(name in starts and same_bits(ends[name], starts[name]) for name in names)

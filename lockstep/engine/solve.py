@@ -32,11 +32,10 @@ class Term(NamedTuple):
 
     Attributes:
         label: in formulas: "g0" for the gradient of rank 0.
-        kind: "gradient", "pass", "right", "received", "copy", "clipped", "weight", "sign",
+        kind: "gradient", "pass", "right", "received", "copy", "weight", "sign",
             "change", "state" or "loss".
         rank: its rank, or -1.
         arrays: name → array.
-        part: the number of its forward pass, or -1.
         offset: 0, or -1 for the step before.
     """
 
@@ -44,8 +43,12 @@ class Term(NamedTuple):
     kind: str
     rank: int
     arrays: Named
-    part: int = -1
     offset: int = 0
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is the weight or its sign, as a regulariser adds them."""
+        return self.kind in ("weight", "sign")
 
 
 class Formula(NamedTuple):
@@ -69,15 +72,24 @@ class Formula(NamedTuple):
     operator: str = ""
     words: str = ""
 
+    @property
+    def counted(self) -> list[tuple[float, Term]]:
+        """The terms with their factors."""
+        return [*zip(self.factors, self.terms, strict=True)]
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether a gradient of the step before counts."""
+        return any(abs(factor) > CLOSE for factor, term in self.counted if term.offset)
+
     def of(self, *kinds: str) -> np.ndarray:
         """Returns the factors of the terms of some kinds, of this step."""
-        both = zip(self.factors, self.terms, strict=True)
-        return np.array([f for f, t in both if t.kind in kinds and not t.offset])
+        return np.array([f for f, t in self.counted if t.kind in kinds and not t.offset])
 
     @property
     def shares(self) -> np.ndarray:
         """The factors of what ranks or passes computed, or of the reference's gradient."""
-        return self.of("gradient", "pass", "clipped", "right", "received", "copy")
+        return self.of("gradient", "pass", "right", "received", "copy")
 
     @property
     def is_even(self) -> bool:
@@ -89,7 +101,7 @@ class Formula(NamedTuple):
         """The formula in words."""
         if self.words:
             return self.words
-        shown = [f"{f:.5g}·{t.label}" for f, t in zip(self.factors, self.terms, strict=False)]
+        shown = [f"{f:.5g}·{t.label}" for f, t in self.counted]
         return " + ".join(shown or ["0"]) + (f" ({self.operator})" if self.operator else "")
 
 
@@ -178,8 +190,8 @@ def _fitted(
 
 
 def _fits(observed: Named, name: str, formula: Formula, bound: Bound) -> bool:
-    expression = [(f, t.arrays) for f, t in zip(formula.factors, formula.terms, strict=True)]
-    return bool(bound.shares(observed, expression, [name]).get(name, np.inf) <= 1)
+    expression = [(f, t.arrays) for f, t in formula.counted]
+    return bool(bound(observed, expression, [name]).get(name, np.inf) <= 1)
 
 
 # --- Operators ------------------------------------------------------------------------------------

@@ -4,18 +4,30 @@ What a copy got is a sum of what the ranks computed, given = Σ a·g, and so is 
 reference = Σ b·g. Where all ranks count equally in both, and a/b is a number of ranks, or where the
 ranks count unequally in what a copy got, the sum is wrong; where the reference is no such sum, or
 one of unequal ranks, what they computed is: of their loss, or of its gradient.
+
+A sum is wrong in these places, in their order:
+
+- `_missing`: what ranks computed does not arrive.
+- `_node_of`: of ranks, of passes or of the step before, some count otherwise than others;
+  `_node_of_factor`: all count alike, with a factor between a sum and a mean, or another one than
+  the framework's; `_node_of_some`: such a factor of few weights, or of later ones.
+- `_by_operator`: the sum, or each of its terms, is rounded to 16 bits.
+- `_in_parts`: the reference is the sum or mean of what copies got; a rank's part has a factor; or
+  what ranks computed adds up to the reference.
+- `hidden_in_sum`: what a right update does not show.
+- In `nodes`: `hidden_factor` behind clipping, and `_of_unrecorded` without recorded gradients.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.engine import bounds
 from lockstep.engine.averages import read_used
-from lockstep.engine.bounds import Bound, Solved
-from lockstep.engine.look import Finding, Look, parts_of_ranks, where
+from lockstep.engine.bounds import Bound
+from lockstep.engine.look import Finding, Look, factors_of_parts, where
 from lockstep.engine.pair import Pair, common_factor, copies_are_equal, norm_of
 from lockstep.engine.random import REPEATED, has_keys
 from lockstep.engine.solve import (
@@ -31,7 +43,6 @@ from lockstep.engine.solve import (
 from lockstep.engine.verdict import CLIPPING, GRADIENT, LOSS, RANDOM, SUM, UPDATE
 from lockstep.numeric.arrays import (
     EPS,
-    TINY,
     UNITS,
     Named,
     computed,
@@ -44,8 +55,8 @@ from lockstep.numeric.arrays import (
 
 # What is read off state has the rounding of the state, of some ten steps of its size.
 OF_READ = 1024
-# Rows of a tensor have fewer elements to average the rounding of a sum over.
-OF_ROWS = 256
+# What a script changes by hand, or clips, is rounded once more.
+BY_HAND = 256
 # A gradient that is read off state is another one than the recorded if it differs by this.
 OTHER = 1e-4
 # Copies are unlike if they differ by more than the rounding of a reduction in another order.
@@ -69,7 +80,14 @@ class Asked(NamedTuple):
     right: Named
     names: Sequence[str]
     ranks: Sequence[int]
-    seen: dict
+    seen: dict[str, Any]
+
+    def finding(
+        self, node: str, given: Sequence[Formula] = (), right: Sequence[Formula] = (), **seen: Any
+    ) -> Finding:
+        """Returns the finding that these are wrong at a node."""
+        all_seen = {**self.seen, **seen}
+        return Finding(node, (*self.names,), (*self.ranks,), (*given,), (*right,), all_seen)
 
 
 def gradients(look: Look) -> Finding | None:
@@ -77,35 +95,35 @@ def gradients(look: Look) -> Finding | None:
     asked = _asked(look)
     if asked is None:
         return None
-    if by_hand := _changed_by_hand(look, asked):
-        return by_hand
-    if is_missing := _missing(look, asked):
-        return is_missing
-    first: Finding | None = None
+    if finding := _changed_by_hand(look, asked) or _missing(look, asked):
+        return finding
     is_read = any(
         distance(own[name], got[name])
         for own, got in zip(asked.given, look.pair.sums, strict=True)
         for name in asked.names
     )
-    times = OF_READ if is_read else bounds.OF_REDUCTION
+    found = _by_terms(look, asked, OF_READ if is_read else bounds.OF_REDUCTION)
+    if found and found.node == GRADIENT and found.seen.get("unknown") and draws_unlike(look):
+        return dataclasses.replace(found, node=RANDOM)
+    return found or _in_parts(look, asked)
+
+
+def _by_terms(look: Look, asked: Asked, times: float) -> Finding | None:
+    """Returns the formulas that fit what copies got, and better the reference's as well."""
+    first: Finding | None = None
     for terms, bound in _sets_of_terms(look, asked.right, bounds.of_sums(look.pair, times)):
         found, left = _of_copies(asked, terms, bound)
         if not found or left:
             continue
         usual = [[1.0] * len(terms), [1 / len(terms)] * len(terms)]
-        right, unknown = formulas(asked.right, asked.names, terms, Solved(look.bound), usual)
-        finding = Finding(
-            _node_of(look, asked, found, right, unknown), (*asked.names,), (*asked.ranks,),
-            (*found,), (*right,), {**asked.seen, "unknown": bool(unknown)},
-        )  # fmt: skip
+        right, unknown = formulas(asked.right, asked.names, terms, look.solved, usual)
+        node = _node_of(look, asked, found, right, unknown)
+        finding = asked.finding(node, found, right)
         if not unknown:
             return finding
+        finding = dataclasses.replace(finding, seen={**finding.seen, "unknown": True})
         first = first or finding
-    if by_operator := _by_operator(look, asked):
-        return by_operator
-    if first and first.node == GRADIENT and draws_unlike(look):
-        return dataclasses.replace(first, node=RANDOM)
-    return first or _in_parts(look, asked)
+    return _by_operator(look, asked) or first
 
 
 def _asked(look: Look) -> Asked | None:
@@ -165,7 +183,9 @@ def _not_refuted(look: Look, names: Sequence[str]) -> list[str]:
     pair = look.pair
     if not look.claim.is_known or pair.clips:
         return [*names]
-    differing = look.claim.differing_weights | {*look.unrefuted}
+    wrong = [x for x in look.claim.changes if x.share is None] + look.claim.wrong
+    differing = {name for x in wrong for name in (x.variable.weight, x.variable.first)}
+    differing |= {*look.unrefuted}
     agreeing, left = [n for n in names if n not in differing], [n for n in names if n in differing]
     is_inside = any(
         not copies_are_equal(pair.sums, n)
@@ -195,24 +215,24 @@ def _changed_by_hand(look: Look, asked: Asked) -> Finding | None:
             formula._replace(copies=(copy,))
             for copy in asked.ranks
             for formula in formulas(
-                asked.given[copy], asked.names,
-                [Term("s", "received", copy, pair.received[copy])], bounds.OfSums(EPS, OF_ROWS),
+                asked.given[copy], asked.names, [Term("s", "received", copy, pair.received[copy])],
+                bounds.of_rounding(EPS, BY_HAND),
             )[0]
         ]  # fmt: skip
-        given = given or _factors_of_parts(look, asked)
+        given = given or _of_parts(look, asked)
     elif changes and not pair.received:
         terms, bound = next(_sets_of_terms(look, asked.right, bounds.of_sums(pair)))
         given, left = _of_copies(asked, terms, bound)
-        right, unknown = formulas(asked.right, asked.names, terms, Solved(look.bound))
+        right, unknown = formulas(asked.right, asked.names, terms, look.solved)
         if left or unknown or not all(f.is_even for f in (*given, *right)):
             return None
     else:
         return None
-    ratios = _ratios(look, asked)
+    wrong = [asked.given[copy] for copy in asked.ranks]
+    ratios = _multiples(look, wrong, asked.names, asked.right)
     if len(ratios) and is_one_of(ratios, [n for n in _usual_factors(look) if n != 1]):
         return None  # A sum in place of a mean, or the other way round.
-    seen = {**asked.seen, "factor": pair.hand_factor, "local": local_norms(pair)}
-    return Finding(CLIPPING, (*asked.names,), (*asked.ranks,), (*given,), (), seen)
+    return asked.finding(CLIPPING, given, factor=pair.hand_factor)
 
 
 def _factors_received(look: Look) -> np.ndarray:
@@ -220,41 +240,33 @@ def _factors_received(look: Look) -> np.ndarray:
 
     Only where a script changes it by hand: else it is what is asked for.
     """
-    pair, found = look.pair, list[float]()
+    pair = look.pair
     right = pair.right_received or pair.right_sum
     is_changed = any(
         not np.array_equal(own[n], got[n])
         for own, got in zip(pair.sums, pair.received, strict=False)
         for n in pair.names
     )
-    for own in pair.received if is_changed else ():
-        names = [n for n in pair.names if norm(right[n])]
-        more, left = formulas(own, names, [Term("G", "right", -1, right)], Solved(look.bound))
-        if left or len(more) != 1:
+    names = [n for n in pair.names if norm(right[n])] if is_changed else []
+    return _multiples(look, pair.received if names else [], names, right)
+
+
+def _multiples(
+    look: Look, given: Sequence[Named], names: Sequence[str], right: Named
+) -> np.ndarray:
+    """Returns the factors of gradients over the reference's; empty if they are no multiples."""
+    found, term = list[float](), Term("G", "right", -1, right)
+    for own in given:
+        more, left = formulas(own, names, [term], look.solved)
+        if left:
             return np.zeros(0)
-        found.append(more[0].factors[0])
+        found += [f.factors[0] for f in more]
     return np.array(found)
 
 
 def _usual_factors(look: Look) -> list[float]:
     """Returns the factors between a sum and a mean."""
     return [1.0, *map(float, look.numbers), *(1 / n for n in look.numbers)]
-
-
-def _ratios(look: Look, asked: Asked) -> np.ndarray:
-    """Returns factors of wrong gradients over the reference's; empty if they are no multiples."""
-    found = []
-    for copy in asked.ranks:
-        own, left = formulas(
-            asked.given[copy],
-            asked.names,
-            [Term("G", "right", -1, asked.right)],
-            Solved(look.bound),
-        )
-        if left:
-            return np.zeros(0)
-        found += [f.factors[0] for f in own]
-    return np.array(found)
 
 
 def _missing(look: Look, asked: Asked) -> Finding | None:
@@ -276,7 +288,7 @@ def _sets_of_terms(look: Look, right: Named, sums: Bound) -> Iterator[tuple[list
     """Yields the terms of which a sum may consist, fewer first, with the bound of their sums."""
     pair, whole = look.pair, [Term("G", "right", -1, right)]
     own = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(pair.raw)]
-    base, bound = (own, sums) if own else (whole, Solved(look.bound))
+    base, bound = (own, sums) if own else (whole, look.solved)
     yield base, bound
     earlier = pair.previous
     if earlier and earlier.raw and own:
@@ -287,7 +299,7 @@ def _sets_of_terms(look: Look, right: Named, sums: Bound) -> Iterator[tuple[list
     elif earlier and earlier.names and not own:
         yield [*whole, Term("G[t−1]", "right", -1, earlier.right_sum, offset=-1)], bound
     if passes := [(r, p, g) for r, each in enumerate(pair.passes) for p, g in enumerate(each)]:
-        yield [Term(f"g{r}.{p}", "pass", r, g, part=p) for r, p, g in passes], sums
+        yield [Term(f"g{r}.{p}", "pass", r, g) for r, p, g in passes], sums
     for label, kind, value in (("W", "weight", np.asarray), ("sign(W)", "sign", np.sign)):
         yield [*base, Term(label, kind, -1, {n: value(w) for n, w in pair.weights.items()})], bound
 
@@ -324,9 +336,9 @@ def _node_of(
     """Returns whether the loss, its gradient, the sum, or what is added after it is wrong."""
     if any(term.offset for term in found[0].terms):
         # What is added to a whole gradient was not cleared; what replaces it came too early.
-        is_stale = any(_has_earlier(f) and not np.all(f.shares) for f in found)
+        is_stale = any(f.has_earlier and not np.all(f.shares) for f in found)
         return SUM if is_stale else GRADIENT
-    if any(term.kind in ("weight", "sign") for term in found[0].terms):
+    if any(term.is_weight for term in found[0].terms):
         is_added = any(np.any(f.of("weight", "sign")) for f in found)
         is_computed = any(np.any(f.of("weight", "sign")) for f in right)
         return UPDATE if is_added and not is_computed else computed_wrongly(look)
@@ -351,8 +363,6 @@ def _are_clipped(look: Look, found: Sequence[Formula]) -> bool:
 
     That is the norm of all gradients, or of each.
     """
-    if not {n for formula in found for n in formula.names} <= {*look.pair.names}:
-        return False  # Of rows alone.
     for formula in found:
         shares = formula.shares
         norms = [norm_of({n: own[n] for n in formula.names}) for own in look.pair.raw]
@@ -363,21 +373,12 @@ def _are_clipped(look: Look, found: Sequence[Formula]) -> bool:
     return True
 
 
-def _has_earlier(formula: Formula) -> bool:
-    """Returns whether a gradient of the step before counts."""
-    both = zip(formula.factors, formula.terms, strict=True)
-    return any(abs(factor) > CLOSE for factor, term in both if term.offset)
-
-
 def _node_of_factor(
     look: Look, asked: Asked, found: Sequence[Formula], right: Sequence[Formula]
 ) -> str:
-    """Returns the node of factors that all ranks have: the loss, its gradient, or the sum.
-
-    The gradients that are right show with which factor the training reduces.
-    """
+    """Returns the node of factors that all ranks have: the loss, its gradient, or the sum."""
     pair, shares = look.pair, found[0].shares
-    share, is_one = _usual_share(look, asked), len(found) == 1 and asked.seen["all"]
+    share, is_one = pair.framework_share, len(found) == 1 and asked.seen["all"]
     if len(pair.raw) > 1 and all(_are_alike(own, pair.raw[0], asked.names) for own in pair.raw):
         return SUM  # What ranks hold before the reduction is a sum already.
     if (
@@ -429,28 +430,6 @@ def _are_before(look: Look, names: Sequence[str]) -> bool:
     return wrong == sorted(wrong, reverse=True)
 
 
-def _usual_share(look: Look, asked: Asked) -> float | None:
-    """Returns the factor with which a training reduces, as its right gradients show it."""
-    pair = look.pair
-    if pair.framework_share is not None:
-        return pair.framework_share
-    names = [
-        n
-        for n in pair.names
-        if norm(pair.right_sum[n]) and not any(n in w for w in look.wrong_sums.values())
-    ]
-    terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(pair.raw)]
-    if not (names and terms):
-        return None
-    found, left = formulas(pair.sums[0], names, terms, bounds.of_sums(pair))
-    is_known = (
-        not left
-        and all(f.is_even for f in found)
-        and len({round(f.shares[0], 4) for f in found}) == 1
-    )
-    return float(found[0].shares[0]) if is_known else None
-
-
 def computed_wrongly(look: Look) -> str:
     """Returns whether what ranks computed is wrong in its loss, or in the gradient alone.
 
@@ -473,13 +452,7 @@ def reduced_after_clipping(look: Look) -> Finding | None:
     apart = [n for n in names if not copies_are_equal(pair.used, n)]
     seen = {"apart": apart, "all": _are_all(names, pair.right_used)}
     asked = Asked(pair.used, pair.right_used, names, [*wrong], seen)
-    for terms, bound in _sets_of_terms(look, pair.right_used, bounds.of_sums(pair, OF_ROWS)):
-        found, left = _of_copies(asked, terms, bound)
-        if found and not left:
-            right, unknown = formulas(pair.right_used, names, terms, Solved(look.bound))
-            node = _node_of(look, asked, found, right, unknown)
-            return Finding(node, (*names,), (*wrong,), (*found,), (*right,), asked.seen)
-    return _by_operator(look, asked)
+    return _by_terms(look, asked, BY_HAND)
 
 
 def unused(look: Look) -> Finding | None:
@@ -521,9 +494,9 @@ def hidden_in_sum(look: Look) -> Finding | None:
     if not (pair.names and pair.raw and share and len(pair.shards) > 1):
         return None
     whole = computed(pair.names, lambda n: share * np.sum([own[n] for own in pair.raw], axis=0))
-    right, bound = pair.right_received or pair.right_sum, bounds.of_sums(pair, OF_ROWS)
+    right, bound = pair.right_received or pair.right_sum, bounds.of_sums(pair, BY_HAND)
     expression = [(share, own) for own in pair.raw]
-    shares = [bound.shares(own, expression, pair.names) for own in given]
+    shares = [bound(own, expression, pair.names) for own in given]
     ranks = [copy for copy, each in enumerate(shares) if not max(each.values()) <= 1]
     names = [n for n in pair.names if any(not each[n] <= 1 for each in shares)]
     if not names:
@@ -535,105 +508,75 @@ def hidden_in_sum(look: Look) -> Finding | None:
     if any(look.wrong(own, right) for own in given):
         return None  # What is not even near was not used.
     apart = [n for n in names if not copies_are_equal(given, n)]
-    seen = {"apart": apart, "all": _are_all(names, whole)}
-    finding = _by_operator(look, Asked(given, whole, names, ranks, seen))
-    return finding or Finding(SUM, (*names,), (*ranks,), seen={**seen, "unknown": True})
+    asked = Asked(given, whole, names, ranks, {"apart": apart, "all": _are_all(names, whole)})
+    return _by_operator(look, asked) or asked.finding(SUM, unknown=True)
 
 
 # --- Operators ------------------------------------------------------------------------------------
 
 
 def _by_operator(look: Look, asked: Asked) -> Finding | None:
-    """Tries sums that are rounded, or whose terms are clipped before they are added."""
-    return _rounded(look, asked) or _clipped_first(look, asked)
+    """Tries sums that are rounded, or whose terms are rounded or clipped before they are added."""
+    if finding := _rounded(look, asked):
+        return finding
+    pair, changed = look.pair, list[tuple[str, str, list[Named]]]()
+    for dtype, round_ in short_dtypes():
+        own = [{n: round_(g[n]) for n in asked.names} for g in pair.raw]
+        changed.append((SUM, f"each rounded to {dtype}", own))
+    calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
+    limits = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
+    limits += [norm_of(pair.right_used)] if pair.clip_factor < 1 - OTHER else []
+    for limit in dict.fromkeys(limits) if len(pair.raw) > 1 else ():
+        own = [clipped(g, limit) for g in pair.raw]
+        if any(norm_of(g) > limit for g in pair.raw):
+            changed.append((GRADIENT, f"each clipped to norm {limit:.4g}", own))
+    for node, operator, own in changed if pair.raw else ():
+        terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(own)]
+        found, left = _of_copies(asked, terms, bounds.of_sums(pair, BY_HAND))
+        if found and not left and all(is_one_of(f.shares, _usual_factors(look)) for f in found):
+            return asked.finding(node, [f._replace(operator=operator) for f in found])
+    return None
 
 
 def _rounded(look: Look, asked: Asked) -> Finding | None:
     """Tries a sum that has only the digits of 16 bits, which its terms or the reference lack."""
-    pair, own = look.pair, {n: asked.given[asked.ranks[0]][n] for n in asked.names}
+    pair, own = look.pair, asked.given[asked.ranks[0]]
     for dtype, round_ in short_dtypes():
-
-        def is_short(named: Named, round_: Callable[[np.ndarray], np.ndarray] = round_) -> bool:
-            return all(
-                np.array_equal(round_(dense(named[n])), dense(named[n])) for n in asked.names
-            )
-
-        if is_short(asked.right):
-            continue
-        if not is_short(own):
-            if each := _each_rounded(look, asked, dtype, round_):
-                return each
+        is_short = [
+            all(np.array_equal(round_(dense(each[n])), dense(each[n])) for n in asked.names)
+            for each in (asked.right, own)
+        ]
+        if is_short != [False, True]:
             continue
         terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(pair.raw)]
         terms = terms or [Term("G", "right", -1, asked.right)]
         # Each rank, and each pass, may round what it adds.
         num = max(1, len(pair.shards)) * look.num_passes + 1
-        found, left = _of_copies(asked, terms, bounds.OfSums(UNITS[dtype], num))
+        found, left = _of_copies(asked, terms, bounds.of_rounding(UNITS[dtype], num))
         if found and not left:
             computed = [
                 a for own in pair.training.named("raw") for a in own.values() if np.any(dense(a))
             ]
             of_terms = bool(pair.raw) and all(unit_of(array) > EPS for array in computed)
             found = [f._replace(operator=f"rounded to {dtype}") for f in found]
-            node = GRADIENT if of_terms else SUM
-            return Finding(node, (*asked.names,), (*asked.ranks,), (*found,), (), asked.seen)
+            return asked.finding(GRADIENT if of_terms else SUM, found)
     return None
 
 
-def _each_rounded(
-    look: Look, asked: Asked, dtype: str, round_: Callable[[np.ndarray], np.ndarray]
-) -> Finding | None:
-    """Tries a sum of what ranks computed, each rounded before it is added."""
-    own = [{n: round_(g[n]) for n in asked.names} for g in look.pair.raw]
-    terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(own)]
-    found, left = _of_copies(asked, terms, bounds.of_sums(look.pair)) if own else ([], [])
-    if not found or left or not all(is_one_of(f.shares, _usual_factors(look)) for f in found):
-        return None
-    found = [f._replace(operator=f"each rounded to {dtype}") for f in found]
-    return Finding(SUM, (*asked.names,), (*asked.ranks,), (*found,), (), asked.seen)
-
-
-def _clipped_first(look: Look, asked: Asked) -> Finding | None:
-    """Tries a sum whose terms are clipped one by one."""
-    pair = look.pair
-    for limit in limits_of(pair) if len(pair.raw) > 1 else ():
-        own = [clipped(g, limit) for g in pair.raw]
-        terms = [Term(f"clip(g{r})", "clipped", r, g) for r, g in enumerate(own)]
-        bound = bounds.OfSums(bounds.of_sums(pair).unit, OF_ROWS)
-        found, left = _of_copies(asked, terms, bound)
-        is_usual = all(is_one_of(f.shares, _usual_factors(look)) for f in found)
-        if found and not left and is_usual and any(norm_of(g) > limit for g in pair.raw):
-            found = [f._replace(operator=f"each clipped to norm {limit:.4g}") for f in found]
-            return Finding(GRADIENT, (*asked.names,), (*asked.ranks,), (*found,), (), asked.seen)
-    return None
-
-
-def limits_of(pair: Pair) -> list[float]:
-    """Returns the norms to which something is clipped, as recorded calls or the reference say."""
-    calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
-    found = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
-    if pair.clip_factor < 1 - OTHER:
-        found.append(norm_of(pair.right_used))
-    return [*dict.fromkeys(found)]
-
-
-# --- Parts and rows -------------------------------------------------------------------------------
+# --- Parts ------------------------------------------------------------------------------------
 
 
 def _in_parts(look: Look, asked: Asked) -> Finding:
-    """Says in which copies, tensors and rows a gradient without a formula is wrong.
+    """Says in which copies and parts a gradient without a formula is wrong.
 
     Where copies got unlike gradients, the reference may be their sum or mean.
     """
     pair, of_copies = look.pair, list[Formula]()
     if asked.seen["apart"]:
         of_copies = _right_of_copies(look, asked)
-    parts = [f for f in _factors_of_parts(look, asked) if abs(f.factors[0] - 1) > CLOSE]
-    rows, of_raw = _of_rows(look, asked) if pair.raw else ([], [])
+    parts = [f for f in _of_parts(look, asked) if abs(f.factors[0] - 1) > CLOSE]
     copy, name = asked.ranks[0], asked.names[0]
     place = where(asked.given[copy][name], asked.right[name])
-    seen = {**asked.seen, "of_copies": of_copies, "where": place, "local": local_norms(pair)}
-    seen["unknown"] = not (parts or of_copies or rows)
     changes = bool(pair.right_received) and abs(pair.hand_factor - 1) > OTHER
     if any(f.is_even or not f.shares.all() for f in of_copies):
         # What ranks of a model pass on is wrong in all weights before it.
@@ -642,20 +585,17 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
         node = GRADIENT if is_passed and _are_before(look, asked.names) else SUM
     elif parts and changes:
         node = CLIPPING
-    elif rows:
-        node = _node_of(look, asked, rows, of_raw, [n for f in rows for n in f.names if not of_raw])
     elif parts:
-        factors = np.array([f.factors[0] for f in parts])
-        is_sum = asked.seen["all"] or not is_constant(factors)
-        node = SUM if is_sum else _node_of_some(look, asked)
+        node = SUM
     elif draws_unlike(look):
         node = RANDOM
     elif _is_computed_rightly(look):
         node = SUM
     else:
         node = computed_wrongly(look)
-    given = (*(parts or rows),)
-    return Finding(node, (*asked.names,), (*asked.ranks,), given, (*of_raw,), seen)
+    return asked.finding(
+        node, parts, of_copies=of_copies, where=place, unknown=not (parts or of_copies),
+    )  # fmt: skip
 
 
 def draws_unlike(look: Look) -> bool:
@@ -675,7 +615,7 @@ def _is_computed_rightly(look: Look) -> bool:
     if not (terms and pair.right_received):
         return False
     names = [n for n in pair.names if norm(pair.right_received[n])]
-    found, left = formulas(pair.right_received, names, terms, Solved(look.bound))
+    found, left = formulas(pair.right_received, names, terms, look.solved)
     return not left and all(f.is_even and np.any(f.shares) for f in found)
 
 
@@ -696,69 +636,15 @@ def _right_of_copies(look: Look, asked: Asked) -> list[Formula]:
         if not any(_are_alike(own, asked.given[before], names) for before in range(copy))
     ]  # fmt: skip
     terms = [Term(f"s{copy}", "copy", copy, asked.given[copy]) for copy in unlike]
-    return formulas(asked.right, names, terms, Solved(look.bound))[0]
+    return formulas(asked.right, names, terms, look.solved)[0]
 
 
 def _are_alike(first: Named, second: Named, names: Sequence[str]) -> bool:
     return all(distance(first[n], second[n]) <= UNLIKE * norm(second[n]) for n in names)
 
 
-def _factors_of_parts(look: Look, asked: Asked) -> list[Formula]:
-    """Returns the factors of the parts of gradients that ranks hold, where they have some."""
-    found, term = list[Formula](), Term("G", "right", -1, {})
-    for name in asked.names:
-        for rank, place in parts_of_ranks(look.pair, name):
-            own, first = asked.given[rank][name][place], asked.right[name][place]
-            squares = float(np.sum(first * first))
-            factor = float(np.sum(own * first)) / squares if squares else 0.0
-            if distance(own, factor * first) <= OTHER * norm(own) + TINY:
-                of_part = Formula((name,), (term,), (factor,), (True,), (rank,), "part")
-                found.append(of_part)
-    return found
-
-
-def _of_rows(look: Look, asked: Asked) -> tuple[list[Formula], list[Formula]]:
-    """Returns the formulas of rows of tensors, of copies and reference; none if one has none."""
-
-    def rows(named: Named) -> Named:
-        names = [n for n in asked.names if named[n].ndim > 1]
-        return {f"{n}[{i}]": row for n in names for i, row in enumerate(named[n])}
-
-    terms = [Term(f"g{r}", "gradient", r, rows(g)) for r, g in enumerate(look.pair.raw)]
-    right, given = rows(asked.right), [rows(own) for own in asked.given]
-    names = [
-        n
-        for n in right
-        if any(distance(own[n], right[n]) > CLOSE * norm(right[n]) for own in given)
-    ]
-    of_rows = asked._replace(given=given, right=right, names=names)
-    found, left = _of_copies(of_rows, terms, bounds.of_sums(look.pair, OF_READ))
-    if left:
-        return [], []
-    return found, formulas(right, names, terms, bounds.OfSums(times=OF_ROWS))[0]
-
-
-def local_norms(pair: Pair) -> list[tuple[float, float]]:
-    """Returns for each rank of a mesh the norm of its parts before clipping, and its factor.
-
-    Empty where what a rank applies was not recorded.
-    """
-    trace, position, found = pair.training.trace, pair.training.position, []
-    for rank in pair.copies if trace.mesh else ():
-        kinds = "unclipped", "sums", "raw"
-        before = next(filter(None, (trace.local(position, kind, rank) for kind in kinds)), {})
-        after = trace.local(position, "clipped", rank)
-        if not after:
-            return []
-        size = norm_of({n: dense(g) for n, g in before.items()})
-        both = [(dense(after[n]), dense(g)) for n, g in before.items() if n in after]
-        product = sum(float(np.sum(a * b)) for a, b in both if a.shape == b.shape)
-        found.append((size, product / size**2 if size else 1.0))
-    return found
-
-
-def is_one_norm(norms: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether ranks of unlike norms are clipped to one: factor times norm is constant."""
-    sizes = np.array([size for size, _ in norms if size])
-    products = np.array([size * factor for size, factor in norms if size and factor < 1 - OTHER])
-    return len(products) > 1 and is_constant(products) and not is_constant(sizes)
+def _of_parts(look: Look, asked: Asked) -> list[Formula]:
+    """Returns the factors of the parts of wrong gradients that ranks hold, where they have some."""
+    right = {name: asked.right[name] for name in asked.names}
+    found = factors_of_parts(look.pair, asked.given, Term("G", "right", -1, right))
+    return [formula for formula in found if formula.names]

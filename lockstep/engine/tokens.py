@@ -1,21 +1,17 @@
 """Programs that compute log-probabilities of the same tokens, and train nothing: node "outputs".
 
 A trainer and a generator compute them of the same policy in other ways. Rounding allows the units
-of the coarser dtype, times the size of the logits and the root of the number of layers, which round
-one after another.
+of the coarser dtype, times the size of the logits and the root of the number of layers, which
+round one after another.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.data.trace import Trace
-from lockstep.engine import settings
 from lockstep.engine.look import Finding
 from lockstep.engine.pair import Pair
-from lockstep.engine.solve import Formula
-from lockstep.engine.step import Step
 from lockstep.engine.verdict import OUTPUTS, START
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS, Array, dense, distance, norm
 
@@ -23,33 +19,9 @@ from lockstep.numeric.arrays import EPS, MARGIN, UNITS, Array, dense, distance, 
 MEAN = 0.25
 # A weight of 16 bits is rounded to the nearest number: by half a unit of bfloat16 at most.
 OF_16_BITS = 2.0**-8
-# Temperatures to try are up to this, and 1 over it; one is known to 3 digits.
-COARSEST, LEAST = 20.0, 1e-3
-# The part of the mean difference that a temperature may leave.
-LEFT = 0.25
 
 Place = tuple[int, int]  # Row and position.
-
-
-class Batch(NamedTuple):
-    """A batch of one program.
-
-    Attributes:
-        tokens, counted, log_probs: `(rows, T)`; see `data.trace`.
-        logits: of the tokens that count, one after another; None if they are not known.
-        rows: the counted tokens of a row → numbers of the rows that have them.
-    """
-
-    tokens: np.ndarray
-    counted: np.ndarray
-    log_probs: np.ndarray
-    logits: np.ndarray | None
-    rows: dict[tuple[int, ...], list[int]]
-
-    def logits_at(self, places: Sequence[Place]) -> np.ndarray | None:
-        """Returns the logits of tokens; None if they are not known."""
-        numbers = np.cumsum(self.counted.ravel()).reshape(self.counted.shape) - 1
-        return None if self.logits is None else self.logits[_at(numbers, places)]
+Batch = Sequence[np.ndarray]  # Tokens, which of them count, log-probabilities; see `data.trace`.
 
 
 class Tokens:
@@ -63,38 +35,33 @@ class Tokens:
     """
 
     def __init__(self, pair: Pair) -> None:
-        self._pair, batches = pair, [_batch_of(step) for step in (pair.reference, pair.training)]
-        self.places = sorted(_common(*batches))
-        at = [[place for _, place in self.places], [place for place, _ in self.places]]
-        self._values = [
-            _at(b.log_probs, own).astype(float) for b, own in zip(batches, at, strict=True)
+        self._pair, steps = pair, (pair.reference, pair.training)
+        kinds = "tokens", "counted", "log_probs"
+        batches = [[np.asarray(step.arrays(kind)[0][0]) for kind in kinds] for step in steps]
+        self.places = _common(batches)
+        values = [
+            np.array([log_probs[places[1 - i]] for places in self.places], float)
+            for i, (*_, log_probs) in enumerate(batches)
         ]
-        self._logits = [b.logits_at(own) for b, own in zip(batches, at, strict=True)]
-        self._words = _at(batches[1].tokens, at[1])
         traces = pair.reference.trace, pair.training.trace
         dtypes = [trace.about.computed_in for trace in traces]
         self._is_reduced = dtypes[0] != dtypes[1]
         depth = max(1, *(sum(bool(x.get("weights")) for x in t.about.layers) for t in traces))
-        known = [*self._values, *(x for x in self._logits if x is not None)]
-        size = max(1.0, *(float(np.abs(x).max(initial=0)) for x in known))
-        self._exact = _unit([""]) * (1 + depth / 2) ** 0.5 * size
-        self._usual = _unit(dtypes) * (1 + depth / 2) ** 0.5 * size
-        self._apart = np.abs(self._values[1] - self._values[0])
-
-    @property
-    def allowed(self) -> float:
-        """The difference that rounding can cause."""
-        return self._exact if self._is_reduced else self._usual
+        logits = [own[0][0] for step in steps if any(own := step.arrays("logits"))]
+        size = max(1.0, *(float(np.abs(x).max(initial=0)) for x in (*values, *logits)))
+        unit = _unit([""] if self._is_reduced else dtypes)
+        self._allowed = unit * (1 + depth / 2) ** 0.5 * size
+        self._apart = np.abs(values[1] - values[0])
 
     @property
     def text(self) -> str:
         """How far the log-probabilities are apart, in words."""
         if not self.places:
             return "other tokens in both programs, which are not compared"
-        apart, above = self._apart, ~(self._apart <= self.allowed)
+        apart, above = self._apart, ~(self._apart <= self._allowed)
         text = (
             f"{above.sum()} of {len(apart)} tokens differ by more than rounding"
-            f" ({self.allowed:.2g}) in log-probability; the largest difference is"
+            f" ({self._allowed:.2g}) in log-probability; the largest difference is"
             f" {apart.max():.3g}, the mean {apart.mean():.3g}"
         )
         if above.any():
@@ -105,70 +72,12 @@ class Tokens:
     def finding(self) -> Finding | None:
         """Returns what differs: the weights, or the outputs of equal ones."""
         if weights := _other_weights(self._pair):
-            seen = {
-                "lost": "weights_not_synchronised",
-                "text": f"{len(weights)} weights are others",
-            }
-            return Finding(START, weights, seen=seen)
-        temperature = self._temperature() if self.places else ""
+            return Finding(START, weights, seen={"text": f"{len(weights)} weights are others"})
         # NaN, in one or both, is no small difference.
-        is_large = self.places and not (
-            self._apart.max() <= self.allowed and self._apart.mean() <= self.allowed * MEAN
+        is_right = not self.places or (
+            self._apart.max() <= self._allowed and self._apart.mean() <= self._allowed * MEAN
         )
-        if not (is_large or temperature):
-            return None
-        words, name = temperature, "other_temperature"
-        if not words:
-            words, name = self._shifted() or self._other_positions(), "other_positions"
-        formula = (Formula(("log_probs",), (), (), (), words=words),) if words else ()
-        seen = {"text": f"{words}: {self.text}" if words else self.text}
-        if words:
-            seen["lost"] = name
-        elif "mode" not in settings.other_layers(self._pair) and self._is_reduced:
-            seen["lost"] = "reduced_precision" if self._apart.max() <= self._usual else ""
-        return Finding(OUTPUTS, given=formula, seen=seen)
-
-    def _temperature(self) -> str:
-        """Returns in words that logits, divided by one number, explain all."""
-        for index, whose in ((0, "second"), (1, "first")):
-            logits, other = self._logits[index], self._values[1 - index]
-            if logits is None:
-                continue
-            number = _fitted(logits.astype(float), self._words, other)
-            far = np.abs(_scaled(logits.astype(float), self._words, number) - other)
-            is_explained = np.mean(far) <= LEFT * np.mean(self._apart)
-            is_other = abs(number - 1) > LEAST and self._apart.max() > self._exact
-            if is_other and is_explained and far.max() <= self._usual * max(1, 1 / number):
-                return f"the logits of the {whose} program are divided by {number:.4g}"
-        return ""
-
-    def _shifted(self) -> str:
-        """Returns in words that each log-probability is that of the token beside it."""
-        known = dict(zip((own for own, _ in self.places), self._values[0], strict=True))
-        for shift, where in ((1, "after"), (-1, "before")):
-            pairs = [
-                (value, known[row, place + shift])
-                for ((row, place), _), value in zip(self.places, self._values[1], strict=True)
-                if (row, place + shift) in known
-            ]
-            far = max((abs(a - b) for a, b in pairs), default=np.inf)
-            if len(pairs) > 1 and far <= self._usual:
-                return f"the log-probability of each token is that of the one {where} it"
-        return ""
-
-    def _other_positions(self) -> str:
-        """Returns in words that the model got other numbers of positions."""
-        first, second = (
-            _one(step, "position_ids") for step in (self._pair.reference, self._pair.training)
-        )
-        if first is None or second is None:
-            return ""
-        for (row, place), (other, own) in self.places:
-            a, b = first[min(other, len(first) - 1)], second[min(row, len(second) - 1)]
-            if own <= len(a) and place <= len(b) and a[own - 1] != b[place - 1]:
-                numbers = f"{int(b[place - 1])} in position_ids, and {int(a[own - 1])}"
-                return f"position {place - 1} of row {row} has the number {numbers} in the first"
-        return ""
+        return None if is_right else Finding(OUTPUTS, seen={"text": self.text})
 
     def first_module(self) -> str:
         """Returns the first module whose output differs, with its pass; "" if it is not known."""
@@ -196,33 +105,20 @@ def has_log_probs(trace: Trace) -> bool:
     return any(trace.has(position, "log_probs") for position in range(len(trace.steps)))
 
 
-def _batch_of(step: Step) -> Batch:
-    tokens, counted, values = (
-        np.asarray(step.arrays(kind)[0][0]) for kind in ("tokens", "counted", "log_probs")
-    )
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row in range(len(tokens)):
-        rows.setdefault((*tokens[row][counted[row]].tolist(),), []).append(row)
-    return Batch(tokens, counted, values, _one(step, "logits"), rows)
-
-
-def _common(one: Batch, two: Batch) -> list[tuple[Place, Place]]:
+def _common(batches: Sequence[Batch]) -> list[tuple[Place, Place]]:
     """Returns the tokens of the rows of both that have the same counted tokens, in any order."""
-    found = list[tuple[Place, Place]]()
-    for key, own in two.rows.items():
-        for other, row in zip(one.rows.get(key, []), own, strict=False):
-            columns = (np.flatnonzero(b.counted[r]).tolist() for b, r in ((two, row), (one, other)))
-            found += [((row, b), (other, a)) for b, a in zip(*columns, strict=True)]
-    return found
-
-
-def _one(step: Step, kind: str) -> np.ndarray | None:
-    found = step.trace.arrays(step.position, kind, 0)
-    return np.asarray(found[0]) if found and found[0] is not None else None
-
-
-def _at(array: np.ndarray, places: Sequence[Place]) -> np.ndarray:
-    return np.array([array[place] for place in places], array.dtype)
+    rows = [dict[tuple[int, ...], list[int]]() for _ in batches]
+    for (tokens, counted, _), found in zip(batches, rows, strict=True):
+        for row in range(len(tokens)):
+            found.setdefault((*tokens[row][counted[row]].tolist(),), []).append(row)
+    places = list[tuple[Place, Place]]()
+    for key, own in rows[1].items():
+        for other, row in zip(rows[0].get(key, []), own, strict=False):
+            columns = (
+                np.flatnonzero(b[1][r]).tolist() for b, r in zip(batches, (other, row), strict=True)
+            )
+            places += [((row, b), (other, a)) for a, b in zip(*columns, strict=True)]
+    return sorted(places)
 
 
 def _has(array: np.ndarray, place: Place) -> bool:
@@ -253,22 +149,3 @@ def _is_coarse(array: Array) -> bool:
     elements = np.asarray(getattr(array, "elements", array), np.float32)
     is_bfloat16 = not np.any(elements.view(np.uint32) & 0xFFFF)
     return bool(is_bfloat16 or np.array_equal(elements, elements.astype(np.float16)))
-
-
-def _fitted(logits: np.ndarray, words: np.ndarray, other: np.ndarray) -> float:
-    """Returns the temperature that brings log-probabilities nearest to others."""
-    low, high = np.log(1 / COARSEST), np.log(COARSEST)
-    for _ in range(60):  # The squared difference has one minimum on a grid's best part.
-        grid = np.linspace(low, high, 9)
-        errors = [np.sum((_scaled(logits, words, t) - other) ** 2) for t in np.exp(grid)]
-        best = int(np.argmin(errors))
-        low, high = grid[max(best - 1, 0)], grid[min(best + 1, 8)]
-    return float(np.exp((low + high) / 2))
-
-
-def _scaled(logits: np.ndarray, words: np.ndarray, temperature: float) -> np.ndarray:
-    """Returns the log-probabilities of tokens with logits that are divided by a temperature."""
-    scaled = logits / temperature
-    scaled = scaled - scaled.max(axis=1, keepdims=True)
-    found: Any = scaled[np.arange(len(words)), words]
-    return np.asarray(found - np.log(np.exp(scaled).sum(axis=1)))

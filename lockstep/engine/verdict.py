@@ -75,7 +75,6 @@ class Verdict:
         place: where it first parts from the reference; None if it does not.
         formula: lines: what the wrong arrays are made of, with the reference's beside it.
         name: the mistake that fits, a key of `answer.names.NAMES`; "" if none does.
-        was: the engine's finer name of it, which version 3 of the JSON called its detail.
         reason: what was seen, with its numbers, in words.
         missing: why it is not verified, not compared, or has nothing to verify.
         notes: what was not compared, and why.
@@ -96,7 +95,6 @@ class Verdict:
     place: Place | None = None
     formula: tuple[str, ...] = ()
     name: str = ""
-    was: str = ""
     reason: str = ""
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.match import Matching
-from lockstep.data.trace import SEED, STATISTIC, Trace
+from lockstep.data.trace import SEED, STATISTIC, WEIGHT, Trace
 from lockstep.engine import modules, nodes, resume, settings, tokens
 from lockstep.engine.averages import Averages
 from lockstep.engine.bounds import bound_of
@@ -18,9 +18,9 @@ from lockstep.engine.examples import Batches
 from lockstep.engine.look import Finding, Look
 from lockstep.engine.measured import Table
 from lockstep.engine.missing import Missing
-from lockstep.engine.pair import Pair, has_batch_norms
+from lockstep.engine.pair import Pair, copies_are_equal, has_batch_norms
 from lockstep.engine.patterns import named
-from lockstep.engine.random import REPEATED, SAME, draws, is_random, lost_states, moved_states
+from lockstep.engine.random import REPEATED, SAME, draws, is_random, lost_states
 from lockstep.engine.step import Step
 from lockstep.engine.sums import hidden_in_sum, unused
 from lockstep.engine.verdict import (
@@ -29,7 +29,6 @@ from lockstep.engine.verdict import (
     CLEAN,
     CLIPPING,
     EXAMPLES,
-    FAULT,
     GRADIENT,
     LOSS,
     NOT_COMPARED,
@@ -75,7 +74,8 @@ def verify(
     if resumed:  # A training that ends early is long enough for one that resumes.
         reference = resume.renumbered(reference, 0, reference)
     names, first = names or {}, reference
-    if by_parts and _has_same_parts(by_parts, training, names):
+    pairs = _pairs(by_parts, training, names) if by_parts else []
+    if by_parts and pairs and all(pair.has_same_shards for pair in pairs):
         first, permuted = by_parts, None
     training = _with_data_axes(first, training)
     bound = bound_of(first, permuted, tolerance)
@@ -103,12 +103,6 @@ def _silent(trace: Trace) -> list[int]:
         if all(trace.named(at, "after", copy) is None for at in range(len(trace.steps)))
     ]  # fmt: skip
     return found if len(found) < len(trace.copies) else []
-
-
-def _has_same_parts(parts: Trace, training: Trace, names: Names) -> bool:
-    """Returns whether a reference by parts computed the ranks' parts in each step."""
-    pairs = _pairs(parts, training, names)
-    return bool(pairs) and all(pair.has_same_shards for pair in pairs)
 
 
 def _with_data_axes(reference: Trace, training: Trace) -> Trace:
@@ -177,7 +171,7 @@ class _Training:
             look = self._look(pair)
             finding = self._finding(look, last)
             self.table.add(look)
-            if finding is not None and finding.is_doubtful:
+            if finding is not None and finding.status == NOT_COMPARED:
                 doubtful = doubtful or (finding, look)
                 repeated = [x for x in look.random if x.how == REPEATED]
                 finding = Finding(RANDOM, seen={"text": repeated[0].text}) if repeated else None
@@ -200,7 +194,8 @@ class _Training:
         if not self.pairs:
             return self._said(NOT_VERIFIED, missing=("no step is in both recordings",))
         if last is not None and (silent := self._silent()):
-            return self._told(Finding(UPDATE, ranks=silent, seen={"text": "no update"}), look)
+            seen = {"is_idle": True, "text": "no update"}
+            return self._told(Finding(UPDATE, ranks=silent, seen=seen), look)
         if doubtful:
             return self._told(*doubtful)
         return designed or self._without_fault(compared, unknown)
@@ -215,8 +210,9 @@ class _Training:
         """Returns the training's names of the weights that change in a step, and were compared."""
         first, second = (t.changes[look.pair.number] for t in (self.reference, self.training))
         return {
-            x.variable.second for x in look.claim.compared_weights
-            if x.variable.first in first or x.variable.second in second
+            x.variable.second for x in look.claim.changes
+            if x.variable.kind == WEIGHT and (x.share is not None or x.unknown)
+            and (x.variable.first in first or x.variable.second in second)
         }  # fmt: skip
 
     def _look(self, pair: Pair) -> Look:
@@ -265,7 +261,9 @@ class _Training:
             return Finding(RANDOM, seen={"text": lost[0].text, "random": lost})
         if look.pair.is_port:
             return None
-        if look.batches.are_copied(look.pair.number) and look.pair.computes_alike:
+        raw, names = look.pair.raw, look.pair.names
+        computes_alike = all(copies_are_equal(raw, name) for name in names if raw)
+        if look.batches.are_copied(look.pair.number) and computes_alike:
             return Finding(EXAMPLES, seen={"rows": look.batches.rows[look.pair.number]})
         if not look.claim.is_known and not look.pair.starts_equally:
             return None
@@ -277,27 +275,29 @@ class _Training:
             return Finding(OUTPUTS, seen={"text": look.layers["dtype"]})
         if names := settings.unlike_slots(look.pair):
             text = "only one of the optimizers keeps some state of these weights"
-            return Finding(UPDATE, (*names,), seen={"text": text})
+            return Finding(UPDATE, (*names,), seen={"is_switched": True, "text": text})
         switched = [key for key, both in look.settings.items() if {*map(type, both)} == {bool}]
         if switched:
-            return Finding(UPDATE, seen={"text": f"{', '.join(switched)} differs"})
+            text = f"{', '.join(switched)} differs"
+            return Finding(UPDATE, seen={"is_switched": True, "text": text})
         return None
 
     def _start(self, pair: Pair) -> Finding | None:
         """Judges where the training starts, and what it trains."""
         if self.is_resumed:
-            if finding := resume.lost(pair, self.batches):
+            if finding := resume.lost(pair):
                 return finding
         elif not self._has_drifted(pair) and (moved := [*other_starts(pair, self.bound)]):
             return _of_moved(START, moved)
         is_own = pair.is_port and pair.has("before") and not self.training.about.replayed
         if is_own and pair.number == 0 and (drawn := drawn_otherwise(pair)):
             text = "weights are drawn from another distribution, by their sizes"
-            return Finding(START, (*drawn,), seen={"lost": "other_initialiser", "text": text})
+            return Finding(START, (*drawn,), seen={"text": text})
         trained = [*settings.trained_elsewhere(pair)] if not pair.is_port else []
         if trained:
             names = tuple(name for name, _ in trained)
-            return Finding(START, names, seen={"trained": trained[0][1]})
+            whose = "in_reference" if trained[0][1] else "in_training"
+            return Finding(START, names, seen={whose: True})
         return None
 
     def _has_drifted(self, pair: Pair) -> bool:
@@ -336,7 +336,7 @@ class _Training:
     def _if_by_design(self, finding: Finding, look: Look) -> Finding:
         """Marks what layers that mix or draw for each rank may cause, without their reference."""
         if look.pair.is_port and finding.node == UPDATE and settings.rate_changes(look.pair):
-            return dataclasses.replace(finding, is_doubtful=True)
+            return dataclasses.replace(finding, status=NOT_COMPARED)
         changes = finding.seen.get("changes", ())
         of_statistics = bool(changes) and all(x.variable.kind == STATISTIC for x in changes)
         if look.pair.has_same_shards or (finding.node in UNMIXED and not of_statistics):
@@ -350,17 +350,13 @@ class _Training:
             # Layers that compute something else for each rank give other outputs.
             is_seen |= all(np.all(apart <= look.limit) for apart in look.outputs_apart)
         may_be = any(_mixes_or_draws(step)) and not is_seen
-        return dataclasses.replace(finding, is_doubtful=True) if may_be else finding
+        return dataclasses.replace(finding, status=NOT_COMPARED) if may_be else finding
 
     # What is said.
 
     def _told(self, finding: Finding, look: Look) -> Verdict:
         """Returns the verdict on a finding; its status and place do not depend on its name."""
-        status, name, reason, error = FAULT, "", "", finding.seen.get("error", "")
-        if finding.is_doubtful:
-            status = NOT_COMPARED
-        elif finding.is_filled_up:
-            status = BY_DESIGN
+        name, reason, error = "", "", finding.seen.get("error", "")
         try:
             name, reason = named(finding, look)
         except Exception as raised:  # A name is a comment; nothing that it reads may lose a place.
@@ -374,7 +370,7 @@ class _Training:
                 module = tokens.Tokens(look.pair).first_module()
         place = dataclasses.replace(place, module=module)
         return self._said(
-            status, place=place, formula=(*_formulas(finding),), name=name,
+            finding.status, place=place, formula=(*_formulas(finding),), name=name,
             reason=reason, error=error,
         )  # fmt: skip
 
@@ -453,16 +449,13 @@ def _mixes_or_draws(step: Step) -> tuple[bool, bool]:
 
 
 def _caused_between(finding: Finding, look: Look) -> Finding:
-    """Returns a difference that layers or streams have since the step before, as one of then."""
-    pair, before = look.pair, look.pair.previous
+    """Returns a difference that layers have since the step before, as one of then."""
+    before = look.pair.previous
     if "mode" in look.layers and finding.node in (OUTPUTS, LOSS, GRADIENT):
         text = look.layers["mode"]
         if before and "mode" not in settings.other_layers(before):
             return Finding(BETWEEN, seen={"text": text, "mode": True}, is_before=True)
         return dataclasses.replace(finding, node=OUTPUTS, seen={**finding.seen, "text": text})
-    if finding.node == RANDOM and before and (moved := moved_states(before, pair)):
-        seen = {**finding.seen, "random": [*finding.seen.get("random", look.random), *moved]}
-        return Finding(BETWEEN, ranks=moved[0].ranks, seen=seen, is_before=True)
     return finding
 
 

@@ -86,8 +86,6 @@ class Rule:
         ns_1, ns_2, ns_3: factors of the powers 1, 3 and 5 of the matrix in each.
         rate_of_shape: how Muon's learning rate depends on the shape of a weight, "original" or
             "match_rms_adamw".
-        parts: number of parts along `axis`, each of which Muon computes as a matrix of its own.
-        axis: see `parts`.
     """
 
     family: str
@@ -112,8 +110,6 @@ class Rule:
     ns_2: float = -4.775
     ns_3: float = 2.0315
     rate_of_shape: str = "original"
-    parts: int = 1
-    axis: int = 0
 
     @property
     def mixes_elements(self) -> bool:
@@ -255,9 +251,7 @@ def _muon(
     """Returns the change of a matrix, and the velocity after it."""
     new = rule.momentum * state.get("velocity", 0.0) + (1 - rule.momentum) * gradient
     ahead = (1 - rule.momentum) * gradient + rule.momentum * new if rule.nesterov else new
-    size = -(-gradient.shape[rule.axis] // rule.parts)
-    parts = np.split(ahead, range(size, gradient.shape[rule.axis], size), rule.axis)
-    moved = np.concatenate([_orthogonal(rule, part, near) for part in parts], rule.axis)
+    moved = _orthogonal(rule, ahead, near)
     rows, columns = gradient.shape
     factor = max(1.0, rows / columns) ** 0.5
     if rule.rate_of_shape == "match_rms_adamw":

@@ -58,7 +58,7 @@ def write_verification(path, *, fault=None, **changes):
     clean = Verdict("clean", measured=NODES, steps=(1, 2), reference="training on one device")
     wrong = dataclasses.replace(
         clean, status="fault", place=LOST, formula=("conv1/kernel = 1·g0 + 0·g1",),
-        name="lost_part", was="lost_replica", reason="the gradient of rank 1 does not count",
+        name="lost_part", reason="the gradient of rank 1 does not count",
     )  # fmt: skip
     trainings = {
         name: record_of(dataclasses.replace(verdict, training=name))

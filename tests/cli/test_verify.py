@@ -93,11 +93,11 @@ def test_a_refused_verify_leaves_what_is_there(clean):
 
 # Fault, with flags → the node of its place, its finer name and its step.
 FAULTS = {
-    "drop_gradient": ("sum", "lost_replica", "step 1"),
-    "drop_gradient:replica=0,step=3": ("sum", "lost_replica", "step 3"),
-    "scale_gradient:factor=3": ("sum", "scaled_gradient", "step 1"),
+    "drop_gradient": ("sum", "lost_part", "step 1"),
+    "drop_gradient:replica=0,step=3": ("sum", "lost_part", "step 3"),
+    "scale_gradient:factor=3": ("sum", "wrong_factor", "step 1"),
     "mean_of_means": ("sum", "", "step 1"),
-    "same_shard": ("examples", "same_examples", "step 1"),
+    "same_shard": ("examples", "batch_not_split", "step 1"),
     "reset_optimizer_state --recipe=fast": ("update", "", "step 3"),
     "perturb_weight:step=2": ("update", "diverged_replicas", "step 2"),
 }
@@ -121,7 +121,7 @@ def test_each_fault_is_found_at_its_place(tmp_path, name, fault):
     node, mistake, step = FAULTS[fault]
     assert (place["node"], place["step"]) == (node, step)
     has_no_name = fault == "perturb_weight:step=2" and name == "sharded"  # There is one copy.
-    assert record["was"] == ("" if has_no_name else mistake)
+    assert record["name"] == ("" if has_no_name else mistake)
     assert f"{name} is not the training on one device" in result.stdout
     assert record["sentence"] in (out / "report.html").read_text(encoding="utf-8")
 

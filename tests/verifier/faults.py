@@ -319,7 +319,7 @@ FAULTS = {
         f"hidden {name} of Muon": (MUON, with_settings(**{name: value}), "update")
         for name, value, found in (
             ("learning_rate", 0.03, "other_learning_rate"), ("nesterov", False, "other_nesterov"),
-            ("weight_decay", 2.0, "other_weight_decay"), ("parts", 2, "updated_from_a_part"),
+            ("weight_decay", 2.0, "other_weight_decay"),
             ("momentum", 0.5, "other_momentum"),
         )
     },

@@ -10,7 +10,7 @@ import pytest
 from cases import heads, runner
 from lockstep.data.file import load
 from lockstep.engine import nodes
-from lockstep.engine.bounds import OfSums
+from lockstep.engine.bounds import of_rounding
 from lockstep.engine.solve import Term, formulas, rounded, short_dtypes, solve
 from lockstep.engine.verdict import (
     BY_DESIGN,
@@ -237,7 +237,7 @@ def test_states_alone_show_a_right_training_and_a_sum():
     for optimizer in ({}, ADAM):
         first = {**optimizer, **WITHOUT_GRADIENTS}
         verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
-        assert (*place_of(verdict), verdict.name) == (FAULT, "sum", 0, "sum_instead_of_mean")
+        assert (*place_of(verdict), verdict.name) == (FAULT, "sum", 0, "wrong_factor")
 
 
 @pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])
@@ -409,7 +409,7 @@ def combined(*factors):
     (1 / 3, 1 / 3, 1 / 3), (1.0, 1.0, 1.0), (0.5, 0.0, 0.5), (1 / 3, 1 / 3, 1.0), (-2.0, 7.5, 1e-3),
 ])  # fmt: skip
 def test_factors_are_solved_for(factors):
-    found, left = formulas(combined(*factors), NAMES, TERMS, OfSums())
+    found, left = formulas(combined(*factors), NAMES, TERMS, of_rounding())
     assert not left and len(found) == 1 and all(found[0].known)
     assert found[0].factors == pytest.approx(factors, abs=1e-6)
     assert found[0].is_even == (len({*factors}) == 1)
@@ -417,11 +417,11 @@ def test_factors_are_solved_for(factors):
 
 def test_tensors_of_other_factors_have_a_formula_of_their_own():
     given = {"kernel": combined(1, 1, 1)["kernel"], "bias": combined(1, 0, 0)["bias"]}
-    found, _ = formulas(given, NAMES, TERMS, OfSums())
+    found, _ = formulas(given, NAMES, TERMS, of_rounding())
     known = {each.names: all(each.known) for each in found}
     assert known == {("kernel",): True, ("bias",): False}  # Two elements tell no three factors.
     usual = [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
-    found, left = formulas(given, NAMES, TERMS, OfSums(), usual)
+    found, left = formulas(given, NAMES, TERMS, of_rounding(), usual)
     by_name = {each.names: np.round(each.factors, 4).tolist() for each in found}
     assert by_name == {("kernel",): [1, 1, 1], ("bias",): [1, 0, 0]} and not left
 
@@ -429,10 +429,10 @@ def test_tensors_of_other_factors_have_a_formula_of_their_own():
 def test_what_terms_do_not_give_has_no_formula():
     given = combined(1, 1, 1)
     given["kernel"] = given["kernel"] + np.float32(1e-4) * drawn(9, kernel=(6, 4))["kernel"]
-    found, left = formulas(given, NAMES, TERMS, OfSums())
+    found, left = formulas(given, NAMES, TERMS, of_rounding())
     assert left == ["kernel"] and all("kernel" not in each.names for each in found)
     nan = {name: np.full_like(array, np.nan) for name, array in given.items()}
-    assert formulas(nan, NAMES, TERMS, OfSums()) == ([], NAMES)
+    assert formulas(nan, NAMES, TERMS, of_rounding()) == ([], NAMES)
 
 
 def test_equal_terms_do_not_determine_their_factors():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lockstep.answer.names import CODE, WAS
+from lockstep.answer.names import CODE, NAMES
 from tests.campaigns import optimizers
 from tests.conftest import ROOT
 
@@ -18,19 +18,19 @@ spec = importlib.util.spec_from_file_location("remedies", ROOT / "examples" / "k
 remedies_of = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(remedies_of)
 
-# Remedy → the finer names that it is for, and settings of `program`.
+# Remedy → the names that it is for, and settings of `program`.
 REMEDIES = {
     "norm": (("local_statistics",), {"norm": remedies_of.synchronised_norm}),
-    "per_example": (("sum_instead_of_mean",), {"loss": remedies_of.loss_of_each_example}),
+    "per_example": (("wrong_factor",), {"loss": remedies_of.loss_of_each_example}),
     "global_mean": (
-        ("mean_of_means", "scaled_gradient"),
+        ("mean_of_means", "wrong_factor"),
         {"loss": remedies_of.MeanOverGlobalBatch(), "num_examples": 21},
     ),
     "regularised": (
-        ("regulariser_repeated", "regulariser_missing", "not_all_reduced"),
+        ("regularisation_count", "regularisation_count", "not_all_reduced"),
         {"kind": remedies_of.RegularisedOnce, "loss": "mse", "regularised": True},
     ),
-    "clips": (("clipped_before_the_sum",), {"kind": remedies_of.ClipsTheSum}),
+    "clips": (("clipped_too_early",), {"kind": remedies_of.ClipsTheSum}),
     "drop_remainder": (("mean_of_means",), {"drop_remainder": True, "num_examples": 21}),
     "weights": (("mean_of_means",), {"weighted": True}),
     "masks": (("mean_of_means",), {"masked": True}),
@@ -99,6 +99,6 @@ def test_the_program_after_remedies_is_clean(remedies):
 
 
 def test_every_example_for_keras_has_a_program():
-    tried = {was for names, _ in REMEDIES.values() for was in names}
+    tried = {name for names, _ in REMEDIES.values() for name in names}
     tried |= {"inference_mode"}  # `fit` itself calls the model in training mode.
-    assert CODE["keras"].keys() <= tried <= WAS.keys()
+    assert CODE["keras"].keys() <= tried <= NAMES.keys()

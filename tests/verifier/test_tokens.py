@@ -10,11 +10,11 @@ from tests.verifier.recorder_scripts import FOLDER, needs, run_script
 
 @pytest.mark.parametrize("name", tokens.PROGRAMS)
 def test_log_probabilities_are_the_outputs_of_a_program(name):
-    first, second, finer, reason = tokens.PROGRAMS[name]
+    first, second, mistake, reason = tokens.PROGRAMS[name]
     verdict = tokens.compared(first, second)
-    assert verdict.ok == (not finer) and reason in verdict.reason and not verdict.error, verdict
-    assert verdict.was == finer
-    assert not finer or verdict.place.node == ("start" if name == "old weights" else "outputs")
+    assert verdict.ok == (not mistake) and reason in verdict.reason and not verdict.error, verdict
+    assert verdict.name == mistake
+    assert not mistake or verdict.place.node == ("start" if name == "old weights" else "outputs")
     assert name != "another module" or verdict.place.module == "b, forward"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.answer.html import cell_of, page_of
 from lockstep.answer.json import record_of, record_of_all
-from lockstep.answer.names import CODE, FROM, MODULES, NAMES, WAS, advice_of, name_of, with_name
+from lockstep.answer.names import CODE, FROM, MODULES, NAMES, WAS, advice_of, details_of
 from lockstep.answer.text import (
     describe,
     facts_lines,
@@ -42,10 +42,8 @@ FOUND = Verdict(
     reference="training of one.npz", framework="torch", num_replicas=2, steps=(0, 1),
     measured=(Measured("outputs", 0.0, 8, 8), Measured("sum", 340.0, 3, 14)), tolerance="8 units",
 )  # fmt: skip
-FOUND = with_name(FOUND)
-RIGHT = dataclasses.replace(FOUND, status=CLEAN, place=None, formula=(), name="", was="", reason="")
-# Finer names of version 3 of the JSON; there are no others.
-NUM_WAS = 113
+RIGHT = dataclasses.replace(FOUND, status=CLEAN, place=None, formula=(), name="", reason="")
+NUM_DETAILS = 110  # Of version 3 of the JSON.
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +55,10 @@ def but(verdict=FOUND, **changes):
     return dataclasses.replace(verdict, **changes)
 
 
-def test_each_finer_name_has_one_name_and_each_name_is_given():
-    assert len(WAS) == NUM_WAS and {*WAS.values()} == {*NAMES, ""}
-    assert [finer for finer, name in WAS.items() if not name] == ["unexplained"]
-    given = {row.name for row in TABLE} | {"local_statistics"}  # Which no row has to find.
-    assert {name_of(finer) for finer in given} == {*NAMES}
-    assert name_of("") == "" and (FOUND.name, FOUND.was) == ("not_all_reduced", "not_all_reduced")
-    assert with_name(but(name="lost_replica")).name == "lost_part"
-    with pytest.raises(KeyError):
-        with_name(but(name="no_such_name"))
+def test_each_detail_has_one_name_and_each_name_is_given():
+    details = [detail for name in NAMES for detail in details_of(name)]
+    assert len({*details}) == len(details) == NUM_DETAILS and details_of("") == []
+    assert WAS.keys() <= NAMES.keys() == {row.name for row in TABLE}
 
 
 def test_each_name_says_what_it_means_and_what_to_do():
@@ -75,14 +68,14 @@ def test_each_name_says_what_it_means_and_what_to_do():
         assert row.title[0].islower() or row.title.startswith("NaN"), name
         assert not any(text.endswith((".", " ", ";")) for text in row if text != row.sentence), name
     for examples in CODE.values():
-        assert examples.keys() <= WAS.keys() and all(new for _, new in examples.values())
+        assert examples.keys() <= NAMES.keys() and all(new for _, new in examples.values())
         assert all(ast.parse(line) for lines in examples.values() for line in filter(None, lines))
 
 
 def test_without_a_name_it_is_said_where_to_look():
     assert FROM.keys() == NODES.keys() and len({*FROM.values()}) == len(NODES)
     for node in NODES:
-        unknown = but(name="", was="", place=Place(node, 1))
+        unknown = but(name="", place=Place(node, 1))
         assert sentence_of(unknown).endswith(f": unexplained difference in step 1 ({node})")
         advice = FROM[node] + (f"; {MODULES}" if node in ("outputs", "gradient") else "")
         assert facts_of(unknown)["next"] == advice_of(unknown) == advice
@@ -146,10 +139,10 @@ def test_a_verdict_says_where_how_why_and_what_to_do():
 def test_a_verdict_has_at_most_12_lines_without_details(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     names = tuple(f"layers.{i}.attention.projection.weight" for i in range(9))
-    for finer, name in [*WAS.items(), ("", "")]:
-        framework = next((f for f, examples in CODE.items() if finer in examples), "torch")
+    for name in (*NAMES, ""):
+        framework = next((f for f, examples in CODE.items() if name in examples), "torch")
         verdict = but(
-            place=dataclasses.replace(PLACE, tensors=names), name=name, was=finer,
+            place=dataclasses.replace(PLACE, tensors=names), name=name,
             framework=framework, notes=("note " * 40,) * 3, formula=FOUND.formula * 9,
         )  # fmt: skip
         lines = describe([verdict]).splitlines()

@@ -2,7 +2,6 @@
 
 import fnmatch
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from lockstep.recorders.torch.samples import sample_of
 from lockstep.recorders.torch.values import computed_in, floating, layers_of, to_array
 
 ELEMENTS = 1024  # Of each weight; random sums see the others.
-MOST_BYTES = 2**26  # Of logits in a file.
-_POSITIONS = "position_ids"  # Argument of models that take the place of each token.
 
 
 class record_log_probs:
@@ -41,14 +38,14 @@ class record_log_probs:
         self._kept: dict[str, list[Tensor]] = {}
         self._about: dict[str, Any] = {"steps": [], "in_evaluation": [], "variables": []}
         self._names: dict[str, None] = {}
-        self._dtype, self._bytes = "", 0
+        self._dtype = ""
         self._modes: dict[str, None] = {}
 
     def __enter__(self) -> "record_log_probs":
         self._output = Output(self.path)
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_hook(functools.partial(self._after, name)))
-        hook = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        hook = self.model.register_forward_pre_hook(self._before)
         self._handles.append(hook)
         sample = Sample(ELEMENTS)
         self._about["sample"] = sample._asdict()
@@ -88,7 +85,7 @@ class record_log_probs:
             log_probs: of each token given those before it, of shape (rows, T), or (rows, T - 1)
                 without the first one.
             logits: in place of log_probs, the model's outputs of shape (rows, T or T - 1, words):
-                those at t are of the token at t + 1. They also tell another temperature.
+                those at t are of the token at t + 1.
             mask: where log-probabilities count, of the shape of tokens; by default all but the
                 first of each row.
         """
@@ -105,10 +102,8 @@ class record_log_probs:
         if logits is not None:
             logits = torch.as_tensor(logits).detach().float().cpu()[:, : tokens.shape[1] - 1]
             found = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-            own = logits[counted[:, 1:]]
-            self._bytes += own.numel() * own.element_size()
-            if self._bytes <= MOST_BYTES:
-                arrays["logits"] = own
+            if counted.any():
+                arrays["logits"] = logits[counted[:, 1:]].abs().amax()
         else:
             found = torch.as_tensor(log_probs).detach().float().cpu()
         if found.shape[1] == tokens.shape[1] - 1:
@@ -118,12 +113,9 @@ class record_log_probs:
         for name, parts in self._kept.items():
             if (joined := _joined(parts)) is None:
                 continue
-            if name == _POSITIONS:
-                arrays[name] = joined
-            else:
-                self._names[name] = None
-                key = f"module_out/0/0:{name}"
-                self._output.put(f"{position}/{key}", self._output.add(key, to_array(joined)))
+            self._names[name] = None
+            key = f"module_out/0/0:{name}"
+            self._output.put(f"{position}/{key}", self._output.add(key, to_array(joined)))
         self._kept.clear()
         for kind, value in arrays.items():
             self._output.put(f"{position}/{kind}/0/0", to_array(value))
@@ -131,10 +123,8 @@ class record_log_probs:
         self._about["in_evaluation"].append([*self._modes])
         self._modes.clear()
 
-    def _before(self, module: nn.Module, args: Any, options: Mapping[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: Any) -> None:
         self._modes |= {n: None for n, each in module.named_modules() if not each.training}
-        if isinstance(value := options.get(_POSITIONS), Tensor) and value.dim() == 2:
-            self._kept.setdefault(_POSITIONS, []).append(value.detach().clone())
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         weights = dict(self.model.named_parameters())

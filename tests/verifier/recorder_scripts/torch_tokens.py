@@ -133,10 +133,10 @@ def changed():
 PROGRAMS = {  # Program → what is found; None for nothing.
     "right": ({}, None),
     "other order of rows": ({"order": [2, 0, 1]}, None),
-    "old weights": ({"model": lambda: network(1)}, "weights_not_synchronised"),
-    "temperature": ({"temperature": 0.7}, "other_temperature"),
-    "positions": ({"offset": 1}, "other_positions"),
-    "tokens beside": ({"shift": 1}, "other_positions"),
+    "old weights": ({"model": lambda: network(1)}, "other_start"),
+    "temperature": ({"temperature": 0.7}, "other_outputs"),
+    "positions": ({"offset": 1}, "other_outputs"),
+    "tokens beside": ({"shift": 1}, "other_outputs"),
     "training mode": ({"model": in_training}, "inference_mode"),
     "bfloat16": ({"model": lambda: network().bfloat16()}, "reduced_precision"),
     "another attention": ({"model": changed}, "other_outputs"),
@@ -150,7 +150,7 @@ def run():
         generate("generator.npz", modules=True, **options)
         verdict = compare("trainer.npz", "generator.npz")
         print(name, "\n", str(verdict), flush=True)
-        assert verdict.was == (cause or ""), name
+        assert verdict.name == (cause or ""), name
         assert verdict.ok == (cause is None)
         if name == "another attention":
             assert verdict.place.module == "layers.1.attention, forward"
@@ -161,13 +161,13 @@ def run():
         updated.head.weight[3] *= 1.02
     for name, options, cause in (
         ("right", {}, None),
-        ("temperature", {"temperature": 1.1}, "other_temperature"),
-        ("weights", {"model": updated}, "weights_not_synchronised"),
+        ("temperature", {"temperature": 1.1}, "other_outputs"),
+        ("weights", {"model": updated}, "other_start"),
     ):
         generate("generator.npz", **({"model": model} | options))
         verdict = compare("trainer.npz", "generator.npz")
         print("bfloat16 in both:", name, "\n", str(verdict), flush=True)
-        assert verdict.was == (cause or ""), name
+        assert verdict.name == (cause or ""), name
 
 
 if __name__ == "__main__":
