@@ -6,11 +6,12 @@ import functools
 import io
 import os
 import struct
+import threading
 import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -101,16 +102,17 @@ class Member(NamedTuple):
         """Reads the elements to where they belong; their checksum is compared once."""
         array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
         with errors_of(self.file):
-            info, file = self.archive.getinfo(self.name), cast(Any, self.archive.fp)
+            info, file = self.archive.getinfo(self.name), self.archive.fp
             # A local header has 30 bytes, then a name and more of the lengths that its end tells.
-            file.seek(info.header_offset + 26)
-            lengths = struct.unpack("<HH", file.read(4))
-            file.seek(info.header_offset + 30 + sum(lengths))
+            lengths, header = bytearray(4), bytearray(self.start)
+            _read_at(file, memoryview(lengths), info.header_offset + 26)
+            start = info.header_offset + 30 + sum(struct.unpack("<HH", lengths))
+            _read_at(file, memoryview(header), start)
             is_checked = self.name in _CHECKED.get(self.archive, ())
-            checksum, num = zlib.crc32(file.read(self.start)), 0
+            checksum, num = zlib.crc32(header), 0
             while num < array.nbytes:
                 part = _bytes_of(array.T if self.is_transposed else array)[num : num + _READ_BYTES]
-                if not (more := file.readinto(part)):
+                if not (more := _read_at(file, part, start + self.start + num)):
                     raise Fault(f"ends within {self.name}; record it again")
                 checksum = checksum if is_checked else zlib.crc32(part[:more], checksum)
                 num += more
@@ -119,6 +121,21 @@ class Member(NamedTuple):
         _CHECKED.setdefault(self.archive, set()).add(self.name)
         array.flags.writeable = False
         return array
+
+
+def _read_at(file: Any, part: memoryview, place: int) -> int:
+    """Reads a part of a file; returns the number of bytes.
+
+    Other threads, and processes that were forked, may read the same file at once.
+    """
+    if isinstance(file, io.BufferedReader) and hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [part], place)
+    with _READING:
+        file.seek(place)
+        return file.readinto(part)
+
+
+_READING = threading.Lock()
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
