@@ -264,7 +264,7 @@ class _Training:
         if not look.claim.is_known and not look.pair.starts_equally:
             return None
         if look.reported and not self.is_resumed:
-            return Finding(LOSS, seen={"text": look.reported})
+            return Finding(LOSS, seen={"unknown": True, "text": look.reported})
         if finding := nodes.clip(look) or unused(look) or hidden_in_sum(look):
             return finding
         if "dtype" in look.layers:
