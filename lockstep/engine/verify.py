@@ -269,9 +269,6 @@ class _Training:
             return finding
         if "dtype" in look.layers:
             return Finding(OUTPUTS, seen={"text": look.layers["dtype"]})
-        if names := settings.unlike_slots(look.pair):
-            text = "only one of the optimizers keeps some state of these weights"
-            return Finding(UPDATE, (*names,), seen={"is_switched": True, "text": text})
         switched = [key for key, both in look.settings.items() if {*map(type, both)} == {bool}]
         if switched:
             text = f"{', '.join(switched)} differs"
