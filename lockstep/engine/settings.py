@@ -14,7 +14,6 @@ from lockstep.data.trace import STATISTIC, WEIGHT, About, Trace
 from lockstep.engine.pair import Pair
 from lockstep.engine.step import Step
 from lockstep.numeric.arrays import Array, blocks, same_bits
-from lockstep.oracles.rules import SLOTS_OF_RULES
 
 # Settings are numbers of float32, which frameworks keep with 7 digits.
 DIGITS = 1e-6
@@ -41,22 +40,6 @@ def other_settings(pair: Pair) -> dict[str, tuple[Any, Any]]:
                 if first[key] != second[key] and not are_close:
                     found.setdefault(key, both)
     return found
-
-
-def unlike_slots(pair: Pair) -> list[str]:
-    """Returns the weights of which only one training's optimizer keeps some state of its rule.
-
-    A step that starts without this state may be right all the same, as a first one with momentum.
-    """
-    first, second = pair.reference.trace, pair.training.trace
-    classes = {str(x.about.optimizer.get("class")) for x in (first, second)}
-    if pair.is_port or len(classes) > 1:
-        return []
-    return [
-        v.first for v in pair.variables if v.kind == WEIGHT
-        and (first.slots.get(v.first, {}).keys() ^ second.slots.get(v.second, {}).keys())
-        & SLOTS_OF_RULES
-    ]  # fmt: skip
 
 
 def _settings_of(about: About, position: int) -> dict[str, Mapping[str, Any]]:

@@ -102,10 +102,15 @@ def gradients(look: Look) -> Finding | None:
         for own, got in zip(asked.given, look.pair.sums, strict=True)
         for name in asked.names
     )
-    found = _by_terms(look, asked, OF_READ if is_read else bounds.OF_REDUCTION)
-    if found and found.node == GRADIENT and found.seen.get("unknown") and draws_unlike(look):
+    times = OF_READ if is_read else bounds.OF_REDUCTION
+    found = _by_terms(look, asked, times) or _in_parts(look, asked)
+    # States of generators are no evidence here: ranks may rightly have equal or unlike ones.
+    keys = has_keys(look.pair.training)
+    draws_unlike = any(keys or x.how == REPEATED for x in look.random)
+    is_unknown = found.seen.get("unknown") and found.node in (LOSS, GRADIENT)
+    if is_unknown and draws_unlike and not look.pair.has_same_shards:
         return dataclasses.replace(found, node=RANDOM)
-    return found or _in_parts(look, asked)
+    return found
 
 
 def _by_terms(look: Look, asked: Asked, times: float) -> Finding | None:
@@ -585,27 +590,13 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
         node = GRADIENT if is_passed and _are_before(look, asked.names) else SUM
     elif parts and changes:
         node = CLIPPING
-    elif parts:
-        node = SUM
-    elif draws_unlike(look):
-        node = RANDOM
-    elif _is_computed_rightly(look):
+    elif parts or _is_computed_rightly(look):
         node = SUM
     else:
         node = computed_wrongly(look)
     return asked.finding(
         node, parts, of_copies=of_copies, where=place, unknown=not (parts or of_copies),
     )  # fmt: skip
-
-
-def draws_unlike(look: Look) -> bool:
-    """Returns whether random numbers, or keys of a script, are unlike those of the reference.
-
-    States of generators are no evidence here: ranks may rightly have equal or unlike ones.
-    """
-    keys = has_keys(look.pair.training)
-    found = [x for x in look.random if keys or x.how == REPEATED]
-    return bool(found) and not look.pair.has_same_shards
 
 
 def _is_computed_rightly(look: Look) -> bool:

@@ -268,14 +268,11 @@ class _Training:
         if not look.claim.is_known and not look.pair.starts_equally:
             return None
         if look.reported and not self.is_resumed:
-            return Finding(LOSS, seen={"text": look.reported})
+            return Finding(LOSS, seen={"unknown": True, "text": look.reported})
         if finding := nodes.clip(look) or unused(look) or hidden_in_sum(look):
             return finding
         if "dtype" in look.layers:
             return Finding(OUTPUTS, seen={"text": look.layers["dtype"]})
-        if names := settings.unlike_slots(look.pair):
-            text = "only one of the optimizers keeps some state of these weights"
-            return Finding(UPDATE, (*names,), seen={"is_switched": True, "text": text})
         switched = [key for key, both in look.settings.items() if {*map(type, both)} == {bool}]
         if switched:
             text = f"{', '.join(switched)} differs"

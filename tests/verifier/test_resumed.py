@@ -106,7 +106,7 @@ RESUMED = {  # Name → the resumed process, node and name, words of the verdict
     "another seed": (changed(with_random([9, 8])), "random", "state_lost",
         "the random states are not those of the reference"),
     "sampler restarted": (changed(nothing, batch=lambda step: batch_of(step % 2)), "examples",
-        "other_examples", "examples are not the reference's"),
+        "other_batch_size", "examples are not the reference's"),
     "loss scale": (changed(nothing, about={"loss_scale": (8.0, 8.0)}), "gradient",
         "state_lost", "the loss scale is 8, in the reference 1"),
 }  # fmt: skip
