@@ -255,7 +255,7 @@ def test_without_gradients_what_permuted_examples_move_is_rounding(optimizer):
     assert place_of(verdict) == (FAULT, "update", 0), str(verdict)
     assert all("bias" in name for name in verdict.place.tensors), str(verdict)
     verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
-    assert (verdict.status, verdict.name) == (FAULT, "sum_instead_of_mean"), str(verdict)
+    assert (verdict.status, verdict.name) == (FAULT, "wrong_factor"), str(verdict)
 
 
 def test_nan_in_both_is_never_clean():
