@@ -219,7 +219,7 @@ def _of_gradients(finding: Finding) -> list[tuple[Formula, np.ndarray]]:
 
 def not_reduced(finding: Finding, look: Look) -> str:
     """Tests that each copy uses its own gradient, or that the sum of the copies' is right."""
-    text = "each rank has its own gradient of these weights"
+    text = "each rank has its own gradient"
     used = look.pair.used
     known = [name for name in finding.names if all(name in own for own in used)]
     if known and all(copies_are_equal(used, name) for name in known):
