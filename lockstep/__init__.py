@@ -87,7 +87,9 @@ def _trace_of(training: Any) -> "Trace":
         return training
     if isinstance(training, str | os.PathLike):
         return trace_file.load(training)
-    return trace_file.load(training.path)  # What a recorder has written.
+    if not (path := getattr(training, "path", None)):  # A recorder has that of what it wrote.
+        raise ValueError(f"nothing was recorded by {training!r}; pass a file or a recorder")
+    return trace_file.load(path)
 
 
 _MODULES = {  # Name → its module, which imports NumPy and is imported when it is needed.

@@ -25,10 +25,17 @@ class Block(contextlib.ExitStack):
 
     def __init__(self, recorder: contextlib.AbstractContextManager[Any]) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._is_started = recorder, False
 
     def start(self) -> Any:
-        """Begins the recording; returns what `with … as` gives, in JAX the step to call."""
+        """Begins the recording; returns what `with … as` gives, in JAX the step to call.
+
+        Raises:
+            RuntimeError: it has begun before.
+        """
+        if self._is_started:
+            raise RuntimeError("the recording has begun already; call lockstep.record once more")
+        self._is_started = True
         return self.enter_context(self._recorder)
 
     __enter__ = start

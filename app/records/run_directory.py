@@ -83,8 +83,8 @@ class RunDirectory:
         except LockstepError:
             is_own = False
         if not is_own:
-            console.warn(f"{self.path / CONFIG_FILE} was not as this run began; written again")
             files.write_json(self.path / CONFIG_FILE, self.config)
+            console.warn(f"{self.path / CONFIG_FILE} was not as this run began; written again")
 
     def start(self, *, overwrite: bool) -> None:
         """Starts or resumes the run; `overwrite` first removes the files of another run."""

@@ -320,18 +320,12 @@ WAS = {
 }
 CODE = {  # Framework → name → a line to remove, and one to add; "" for none.
     "keras": {
-        "wrong_factor": (
-            "loss = tf.reduce_mean(losses)",
-            "loss = tf.nn.compute_average_loss(losses, global_batch_size=size)",
-        ),
         "local_statistics": ("BatchNormalization()", "BatchNormalization(synchronized=True)"),
         "mean_of_means": ("dataset.batch(size)", "dataset.batch(size, drop_remainder=True)"),
-        "regularisation_count": ("", "penalty = tf.nn.scale_regularization_loss(penalty)"),
         "inference_mode": ("model(x)", "model(x, training=True)"),
     },
     "torch": {
         "not_reshuffled": ("", "sampler.set_epoch(epoch)  # At the start of each epoch."),
-        "batch_not_split": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
         "same_random_numbers": ("torch.manual_seed(seed)", "torch.manual_seed(seed + rank)"),
         "inference_mode": ("model.eval()", "model.train()"),
         "local_statistics": ("DDP(model)", "DDP(SyncBatchNorm.convert_sync_batchnorm(model))"),

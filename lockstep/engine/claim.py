@@ -155,19 +155,26 @@ class Claim:
             return share, 0
         change = norm(first.change)
         allowed = MARGIN * self.bound.moved(variable.first) * change
-        if variable.weight not in self._near_zero:
+        if (variable.weight or variable.first) not in self._near_zero:
             allowed = min(allowed, MOST_BY_ROUNDING * change)
         share = min(share, distance(own.change, first.change) / (allowed + TINY))
         return (None, int(np.size(first.new))) if share <= 1 and allowed >= change else (share, 0)
 
     @functools.cached_property
     def _near_zero(self) -> set[str]:
-        """The weights of which a step changes some state much less than that of others."""
+        """The weights of which a step changes some state much less than that of others.
+
+        State that belongs to no known weight is compared among itself, without numbers.
+        """
         found, sizes = set[str](), dict[str, dict[str, float]]()
         for variable in self.pair.variables:
             state = self.pair.state(variable) if variable.kind in (WEIGHT, STATE) else None
-            if state is not None and variable.weight:
+            if state is None:
+                continue
+            if variable.weight:
                 sizes.setdefault(variable.slot, {})[variable.weight] = norm(state.change)
+            elif np.ndim(state.new):
+                sizes.setdefault("", {})[variable.first] = norm(state.change)
         for of_slot in sizes.values():
             largest = max(of_slot.values())
             found |= {name for name, size in of_slot.items() if size < SMALL_PART * largest}

@@ -49,14 +49,21 @@ def key_of(row: np.ndarray, padding: float | None) -> bytes:
 
 
 def rows_of(step: Step, padding: float | None) -> list[Rows]:
-    """Counts the rows of the inputs of each shard: its examples, and nothing that it computes."""
+    """Counts the rows of the inputs of each shard: its examples, and not what it computes.
+
+    That is what an earlier forward pass of the step returns, as that of a generator.
+    """
     found, outputs = [], step.arrays("y_pred") if step.has("y_pred") else [[]] * len(step.shards)
     for shard, own in zip(step.shards, outputs, strict=True):
-        inputs = step.inputs(shard)
-        shapes = {part.shape[1:] for part in inputs}
-        made = {row.tobytes() for x in own if x.shape[1:] in shapes for row in comparable(x)}
-        rows = Rows(key_of(row, padding) for part in inputs for row in comparable(part))
-        found.append(Rows({key: number for key, number in rows.items() if key not in made}))
+        made, inputs = set[bytes](), step.inputs(shard)
+        rows: Rows = Rows()
+        each = len(own) // max(len(inputs), 1)
+        for number, part in enumerate(inputs):
+            keys = [(row.tobytes(), key_of(row, padding)) for row in comparable(part)]
+            rows.update(key for whole, key in keys if whole not in made)
+            returned = own[number * each :][:each] if len(inputs) > 1 else []
+            made |= {row.tobytes() for x in returned if x.ndim for row in comparable(x)}
+        found.append(rows)
     return found
 
 

@@ -75,13 +75,15 @@ def other_examples(look: Look) -> Finding | None:
 def _are_alike(a: np.ndarray, b: np.ndarray, limit: float) -> bool:
     """Returns whether two arrays stand next to equal inputs in the same training.
 
-    Numbers that the script computes may be rounded, and groups of examples may have other numbers.
+    Numbers that the script computes may be rounded. Groups of examples, such as graphs, have
+    ascending numbers, which begin anew in each batch.
     """
     if a.dtype.kind == "f":
         return bool(np.all(rows_apart([(a, b)]) <= limit))
     groups, num = np.unique(np.stack([a.ravel(), b.ravel()]), axis=1), len(np.unique(a))
     are_groups = groups.shape[1] == num == len(np.unique(b)) and 2 * num <= len(a)
-    return np.array_equal(a, b) or are_groups
+    ascend = all(x.ndim == 1 and np.all(np.diff(x) >= 0) for x in (a, b))
+    return np.array_equal(a, b) or (are_groups and ascend)
 
 
 def outputs(look: Look) -> Finding | None:

@@ -524,20 +524,21 @@ def _by_operator(look: Look, asked: Asked) -> Finding | None:
     """Tries sums that are rounded, or whose terms are rounded or clipped before they are added."""
     if finding := _rounded(look, asked):
         return finding
-    pair, changed = look.pair, list[tuple[str, str, list[Named]]]()
+    pair, changed = look.pair, list[tuple[str, str, list[Named], Bound]]()
     for dtype, round_ in short_dtypes():
         own = [{n: round_(g[n]) for n in asked.names} for g in pair.raw]
-        changed.append((SUM, f"each rounded to {dtype}", own))
+        changed.append((SUM, f"each rounded to {dtype}", own, bounds.of_sums(pair)))
     calls = [*pair.reference.calls(0), *(c for s in pair.shards for c in pair.training.calls(s))]
     limits = [float(call.split()[-1]) for call in calls if call.startswith("clip norm")]
     limits += [norm_of(pair.right_used)] if pair.clip_factor < 1 - OTHER else []
     for limit in dict.fromkeys(limits) if len(pair.raw) > 1 else ():
         own = [clipped(g, limit) for g in pair.raw]
         if any(norm_of(g) > limit for g in pair.raw):
-            changed.append((GRADIENT, f"each clipped to norm {limit:.4g}", own))
-    for node, operator, own in changed if pair.raw else ():
+            bound = bounds.of_sums(pair, BY_HAND)
+            changed.append((GRADIENT, f"each clipped to norm {limit:.4g}", own, bound))
+    for node, operator, own, bound in changed if pair.raw else ():
         terms = [Term(f"g{r}", "gradient", r, g) for r, g in enumerate(own)]
-        found, left = _of_copies(asked, terms, bounds.of_sums(pair, BY_HAND))
+        found, left = _of_copies(asked, terms, bound)
         if found and not left and all(is_one_of(f.shares, _usual_factors(look)) for f in found):
             return asked.finding(node, [f._replace(operator=operator) for f in found])
     return None
@@ -590,7 +591,10 @@ def _in_parts(look: Look, asked: Asked) -> Finding:
         node = GRADIENT if is_passed and _are_before(look, asked.names) else SUM
     elif parts and changes:
         node = CLIPPING
-    elif parts or _is_computed_rightly(look):
+    elif parts:
+        is_sum = asked.seen["all"] or not is_constant(np.array([f.factors[0] for f in parts]))
+        node = SUM if is_sum else _node_of_some(look, asked)
+    elif _is_computed_rightly(look):
         node = SUM
     else:
         node = computed_wrongly(look)

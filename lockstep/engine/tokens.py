@@ -48,10 +48,12 @@ class Tokens:
         self._is_reduced = dtypes[0] != dtypes[1]
         depth = max(1, *(sum(bool(x.get("weights")) for x in t.about.layers) for t in traces))
         logits = [own[0][0] for step in steps if any(own := step.arrays("logits"))]
-        size = max(1.0, *(float(np.abs(x).max(initial=0)) for x in (*values, *logits)))
+        finite = (np.abs(x[np.isfinite(x)]) for x in (*values, *logits))
+        size = max(1.0, *(float(x.max(initial=0)) for x in finite))
         unit = _unit([""] if self._is_reduced else dtypes)
         self._allowed = unit * (1 + depth / 2) ** 0.5 * size
-        self._apart = np.abs(values[1] - values[0])
+        # A token that is masked out has −∞ in both.
+        self._apart = np.where(values[0] == values[1], 0, np.abs(values[1] - values[0]))
 
     @property
     def text(self) -> str:

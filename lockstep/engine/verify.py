@@ -451,7 +451,7 @@ def _caused_between(finding: Finding, look: Look) -> Finding:
     if "mode" in look.layers and finding.node in (OUTPUTS, LOSS, GRADIENT):
         text = look.layers["mode"]
         if before and "mode" not in settings.other_layers(before):
-            return Finding(BETWEEN, seen={"text": text, "mode": True}, is_before=True)
+            return Finding(BETWEEN, seen={"text": text}, is_before=True)
         return dataclasses.replace(finding, node=OUTPUTS, seen={**finding.seen, "text": text})
     return finding
 

@@ -50,8 +50,9 @@ class Output:
 
     def forget(self) -> None:
         """Frees memory between steps that are recorded; see `Writer.forget`."""
-        if self._writer is not None:
-            self._writer.forget()
+        with self._lock:
+            if self._writer is not None:
+                self._writer.forget()
 
     def close(self, about: Mapping[str, Any], renamed: Callable[[str], str] = str) -> None:
         """Finishes the file; see `Writer.close`."""

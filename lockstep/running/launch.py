@@ -2,8 +2,8 @@
 
 The output of a training is in a file. Nothing of a training is left when it fails, reaches its time
 limit or is interrupted: `torchrun` starts its processes in sessions of their own, so that all
-descendants are ended, not only the process group. On Linux, those whose parent has ended become
-children of this process, and are ended, too; a training is asked to end if this process is killed.
+descendants are ended, not only the process group. On Linux, those of a command whose parent has
+ended are found by a variable; a training is asked to end if this process is killed.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -41,8 +42,11 @@ _MOST_LINES, _MOST_BYTES = 15, 2**17  # Of what a training that failed has print
 _LOG_LINE = re.compile(r"[IW]\d{4} \d\d:|WARNING: All log messages before absl")
 _OF_TORCHRUN = re.compile(r"E\d{4} \d\d:.*torch/distributed/elastic")  # Its report follows.
 # Sequences that control a terminal: CSI, those with a text such as OSC and DCS, and others.
-_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b.", re.DOTALL)
-_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # Of prctl(2).
+_ESCAPE = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\n]*?(?:\x07|\x1b\\|$)|\x1b.", re.MULTILINE
+)
+_MARK = "LOCKSTEP_TRAINING"  # A variable with another value for each training.
+_SET_PARENT_DEATH_SIGNAL = 1  # Of prctl(2).
 
 
 class TrainingError(Exception):
@@ -121,22 +125,17 @@ def run_training(
         TrainingError: the training failed or reached its time limit; the text begins with a verb.
     """
     exact = {name: value for name, value in EXACT.items() if name not in os.environ}
-    _prctl(_SET_CHILD_SUBREAPER, 1)
-    earlier = {*_descendants(os.getpid())}
+    mark = uuid.uuid4().hex
     with open(log, "wb") as output:
-        processes = _start(training, {**exact, **variables}, output)
+        processes = _start(training, {**exact, **variables, _MARK: mark}, output)
     try:
         error = _wait(processes, timeout_sec, on_wait)
         tail = _last_lines(log) if error else ""
     except BaseException:
-        _end(processes, earlier)
+        _end(processes, mark)
         raise
-    else:
-        if error:
-            _end(processes, earlier)
-    finally:
-        _prctl(_SET_CHILD_SUBREAPER, 0)
     if error:
+        _end(processes, mark)
         command = "" if _is_function(training) else f": {shlex.join(_words(training))}"
         has_ended = not error.startswith(_TOO_LONG)
         raise TrainingError(error + command, tail, has_ended=has_ended)
@@ -173,7 +172,7 @@ def _start(training: Any, variables: Mapping[str, str], output: IO[bytes]) -> li
             poll = functools.partial(getattr, process, "exitcode")
             started.append(_Process(process.pid or 0, poll))
     except BaseException:
-        _end(started, {*_descendants(os.getpid())})
+        _end(started)
         raise
     return started
 
@@ -233,30 +232,24 @@ def _in_words(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _end(processes: Sequence[_Process], earlier: set[int]) -> None:
+def _end(processes: Sequence[_Process], mark: str = "") -> None:
     """Ends processes and all that they have started: after 5 seconds, without their consent.
 
     Args:
         processes: the processes.
-        earlier: the descendants of this process that are none of theirs.
+        mark: the value of `_MARK` in the environment of what they have started.
     """
-    tree = [pid for process in processes for pid in _descendants(process.pid)]
     with _without_interrupts():
+        tree = [pid for process in processes for pid in _descendants(process.pid)]
         for process in processes:
             _send(process.pid, signal.SIGTERM)
         end = time.monotonic() + _GRACE_SEC
         while any(p.poll() is None for p in processes) and time.monotonic() < end:
             time.sleep(_POLL_SEC)
-        for pid in (*tree, *(process.pid for process in processes)):
+        for pid in (*tree, *(process.pid for process in processes), *_marked(mark)):
             _send(pid, signal.SIGKILL)
         while any(process.poll() is None for process in processes):
             time.sleep(_POLL_SEC)
-        # What had left its parent; a process of a caller's other thread is in this session.
-        for pid in {*_descendants(os.getpid())} - earlier:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if os.getsid(pid) != os.getsid(0):
-                    _send(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
@@ -270,6 +263,14 @@ def _without_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Yields the processes with a value of `_MARK`; none without /proc."""
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ") if mark else ():
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
+            if f"{_MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
 
 
 def _prctl(option: int, value: int) -> None:

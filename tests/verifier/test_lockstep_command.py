@@ -247,7 +247,8 @@ def test_what_has_left_a_training_that_fails_is_ended(tmp_path):
     code = f"import os, subprocess, sys, time; {start}; {wait}; sys.exit(3)"
     with pytest.raises(TrainingError, match="ended with exit code 3"), contextlib.chdir(tmp_path):
         run_training([sys.executable, "-c", code], {}, tmp_path / "log", 60)
-    assert not pathlib.Path("/proc", (tmp_path / "pid").read_text()).exists()
+    pid = (tmp_path / "pid").read_text()
+    wait_for(lambda: not pathlib.Path("/proc", pid).exists())
 
 
 def test_the_trainings_of_a_killed_command_end(tmp_path):
@@ -271,11 +272,11 @@ def test_a_folder_is_that_of_one_run(tmp_path, capsys):
 
 
 def test_a_failed_training_cannot_control_the_terminal(tmp_path):
-    printed = "a\x1b]0;title\x07b\x1bP1;2q\x1b\\c\x1b[31md\x07"
+    printed = "a\x1b]0;title\x07b\x1bP1;2q\x1b\\c\x1b[31md\x07\x1b]0;without an end\ne"
     code = f"print({printed!r}); raise SystemExit(3)"
     with pytest.raises(TrainingError) as error:
         run_training([sys.executable, "-c", code], {}, tmp_path / "log", 60)
-    assert error.value.tail == "abcd"
+    assert error.value.tail == "abcd\ne"
 
 
 def wait_for(condition):

@@ -144,3 +144,10 @@ def test_no_framework_is_imported():
         "    assert not {'numpy', 'tensorflow', 'keras', 'torch', 'jax'} & {*sys.modules}"
     )
     assert_ok(run_python("-c", code))
+
+
+def test_a_recording_begins_once():
+    recorder = lockstep.record(keras.Sequential([keras.layers.Dense(1)]))
+    recorder.start()
+    with pytest.raises(RuntimeError, match="has begun already"), recorder:
+        pass

@@ -150,7 +150,8 @@ def weights_of(weights: Any, tree: Any, sizes: Shapes, own_sizes: Shapes) -> dic
     own = dict(_children(tree))
     return {
         name: each
-        for key, part in _children(weights) if key in own
+        for key, part in _children(weights)
+        if key in own and [*_children(part)]  # Single weights of lists have no names in common.
         for name, each in weights_of(part, own[key], sizes, own_sizes).items()
     }  # fmt: skip
 

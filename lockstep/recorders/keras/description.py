@@ -79,18 +79,13 @@ def described_variables(model: keras.Model, updated: Collection[str]) -> list[di
     """Describes the variables of a model, of which an optimizer has the weights `updated`."""
     layouts, _ = layouts_of(model)
     weights = {*updated, *(weight.path for weight in model.trainable_variables)}
-    return [
-        {
-            "name": variable.path,
-            "kind": SEED
-            if is_seed(variable)
-            else WEIGHT
-            if variable.path in weights
-            else STATISTIC,
-            "layout": layouts.get(variable.path, ""),
-        }
-        for variable in model.variables
-    ]
+    found = []
+    for variable in model.variables:
+        kind = WEIGHT if variable.path in weights else STATISTIC
+        kind = SEED if is_seed(variable) else kind
+        layout = layouts.get(variable.path, "")
+        found.append({"name": variable.path, "kind": kind, "layout": layout})
+    return found
 
 
 def is_frozen(layer: keras.Layer) -> bool:

@@ -133,7 +133,12 @@ class ShardRunner:
                 module.training = True
         for a, b in zip(*map(tree_leaves, (joined, whole)), strict=True):
             is_mean = not isinstance(a, Tensor) or a.dim() or torch.allclose(a, b, OF_MEAN, 0)
-            require(is_mean, NO_ROWS.format("which is no mean over examples"))
+            require(
+                is_mean,
+                NO_ROWS.format(
+                    "which is no mean over examples, or draws numbers in evaluation mode"
+                ),
+            )
 
     def _find_parts(self, inputs: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
         """Returns the parts that are this batch, and the places of their examples in it.
