@@ -6,6 +6,7 @@ together, is left out, and the verdict says so.
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from lockstep.data.trace import WEIGHT
 from lockstep.recorders.jax.keeping import GRADIENTS
 from lockstep.recorders.jax.trees import part_with_structure, weights_of
 
+# Starts of names of axes that split the batch alone; another one may split a model's layers, too.
+_DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"
 _Columns = dict[str, Any]  # Kind → for each array, that of each replica here.
 
 
@@ -116,10 +119,9 @@ class GradientsKept:
                 placements[f"{kind}/{index}"] = text
                 shapes.append(placement_from(text, sizes).whole_shape(shape, sizes))
             self._check(found, kind, shapes, wholes)
-        texts = [text for key, text in placements.items() if key.startswith("raw/")]
-        split = {axis for text in texts for axis in placement_from(text, sizes).split}
-        if split := split & {*batch_axes}:
-            why = f"it is split over {min(split)!r}, an axis of the batch; keep sums as 'sums' only"
+        split = split_of_raw(placements, sizes) & {*batch_axes}
+        if wrong := [axis for axis in sorted(split) if re.match(_DATA_AXES, axis)]:
+            why = f"it is split over {wrong[0]!r}, an axis of the batch; keep sums as 'sums' only"
             self._leave_out(found, "raw", why)
         for key in [key for key in placements if key.split("/")[0] in {*GRADIENTS} - {*found}]:
             del placements[key]
@@ -140,6 +142,12 @@ class GradientsKept:
             self.left_out[f"keep({kind!r}): {why}"] = None
             for each in GRADIENTS if kind != "raw" else ("raw",):
                 found.pop(each, None)
+
+
+def split_of_raw(placements: Mapping[str, str], sizes: Mapping[str, int]) -> set[str]:
+    """Returns the axes of the mesh that split the gradients of the devices."""
+    texts = [text for key, text in placements.items() if key.startswith("raw/")]
+    return {axis for text in texts for axis in placement_from(text, sizes).split}
 
 
 def matched(tree: Any, weights: Any, known: Sequence[str]) -> list[str] | None:

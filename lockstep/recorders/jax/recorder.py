@@ -22,7 +22,7 @@ from lockstep.data.trace import (
 from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
 from lockstep.recorders.jax.compiled import Lowered, result_of
-from lockstep.recorders.jax.gradients_kept import GradientsKept
+from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
 from lockstep.recorders.jax.keeping import Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import (
@@ -319,8 +319,10 @@ class record:
                 placements[key] = placement_of(sharding.spec, ndim, kind == "data")
                 if kind == "before" and "start" in found:
                     placements[f"start/{place}"] = placements[key]
-        variables, data_axes = self._about["variables"], replicas.batch_axes
-        self._gradients.place(found, placements, sizes, variables, data_axes)
+        variables = self._about["variables"]
+        self._gradients.place(found, placements, sizes, variables, replicas.batch_axes)
+        split = split_of_raw(placements, sizes)
+        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
         return {
             "mesh": sizes,
             "data_axes": data_axes,

@@ -253,8 +253,8 @@ def case_gradients_that_jax_sums():
         run = partial(scattering_loop, num_devices=2)
         record("two", step, run, **options, replay="one.npz")
         about = Trace("two").about
-        assert about["data_axes"] == ["d"] and about["num_replicas"] == 2
-        assert about["left_out"][0].startswith("keep('raw'): it is split over 'd', an axis of")
+        assert about["data_axes"] == ["data"] and about["num_replicas"] == 2
+        assert about["left_out"][0].startswith("keep('raw'): it is split over 'data', an axis of")
         verdict = compare("one.npz", "two.npz")
         assert node_of(verdict) == node, str(verdict)
 

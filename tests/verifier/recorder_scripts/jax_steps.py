@@ -273,7 +273,7 @@ def scattering_step(num_devices, specs, bug=""):
 def scattering_loop(step, num_devices=0):
     """Trains for three steps; with a number of devices, they have the rows of the weights."""
     params = {"a": jnp.arange(4.0) / 4, "b": jnp.ones((4, 6)) / jnp.arange(1.0, 7)}
-    rows = NamedSharding(Mesh(jax.devices()[: num_devices or 1], ("d",)), P("d"))
+    rows = NamedSharding(Mesh(jax.devices()[: num_devices or 1], ("data",)), P("data"))
     params = jax.device_put(params, rows) if num_devices else params
     for number in range(3):
         x, y = jax.device_put(batch(number), rows) if num_devices else batch(number)
@@ -286,17 +286,17 @@ def gathering_step(num_devices, bug=""):
 
     def step(params, x, y):
         def loss_fn(params):
-            whole = jax.tree.map(lambda p: jax.lax.all_gather(p, "d", tiled=True), params)
+            whole = jax.tree.map(lambda p: jax.lax.all_gather(p, "data", tiled=True), params)
             return jnp.mean((jnp.tanh(x[:, :4] + whole["a"]) @ whole["b"] - y[:, :1]) ** 2)
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         grads = record_jax.keep("raw", grads)
         grads = jax.tree.map(lambda g: g / (1 if bug else num_devices), grads)
         grads = record_jax.keep("sums", grads)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), jax.lax.pmean(loss, "d")
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), jax.lax.pmean(loss, "data")
 
-    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("d",))
-    specs = {"in_specs": (P("d"), P("d"), P("d")), "out_specs": (P("d"), P())}
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+    specs = {"in_specs": (P("data"), P("data"), P("data")), "out_specs": (P("data"), P())}
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=False))
 
 
