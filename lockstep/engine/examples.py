@@ -227,10 +227,8 @@ def _nearest(first: Rows, second: Rows) -> dict[bytes, bytes]:
             return {}
         signs = np.random.default_rng(0).standard_normal(len(rows[0]))
         ordered.append(sorted(rows, key=lambda row: float(row @ signs)))
-    if len(ordered[0]) != len(ordered[1]):
-        return {}
     a, b = (np.array(rows) for rows in ordered)
-    if not np.all(rows_apart([(a, b)]) <= COMPUTED):
+    if a.shape != b.shape or not np.all(rows_apart([(a, b)]) <= COMPUTED):
         return {}
     keys = ([row.astype(np.float32).tobytes() for row in x] for x in (b, a))
     return dict(zip(*keys, strict=True))
