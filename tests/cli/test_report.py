@@ -262,7 +262,7 @@ def test_the_page_of_verdicts_has_the_sentences_and_the_places(recordings, capsy
     page, (right, wrong) = Page(text), capsys.readouterr().out.split("\n\n")
     assert page.paragraphs("good") == [right]
     assert page.paragraphs("bad") == wrong.splitlines()[:1] and "in step 0 (sum)" in wrong
-    why = "each rank has its own gradient of these weights"
+    why = "each rank has its own gradient"
     assert why in wrong and why in page.text
     assert any(row[0] == "sum" and row[2].startswith("✗ ") for row in page.rows)
     tags = {tag for tag, _ in page.elements}
