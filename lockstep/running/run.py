@@ -170,17 +170,23 @@ def _folder(keep: str | os.PathLike[str] | None) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Locks a folder: another run would compare recordings that this one makes."""
+    """Locks a folder: another run would compare recordings that this one makes.
+
+    File systems without locks are let through.
+    """
     if fcntl is None:
         yield
         return
     number = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"keep: {folder} is the folder of a run that has not ended; pass another one"
+            raise ValueError(text) from None
+        except OSError:
+            pass
         yield
-    except BlockingIOError:
-        text = f"keep: {folder} is the folder of a run that has not ended; pass another one"
-        raise ValueError(text) from None
     finally:
         os.close(number)
 

@@ -259,7 +259,7 @@ def test_the_trainings_of_a_killed_command_end(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
         pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         process.kill()
-    wait_for(lambda: not pathlib.Path("/proc", pid).exists())
+    assert wait_for(lambda: not pathlib.Path("/proc", pid).exists())
 
 
 def test_a_folder_is_that_of_one_run(tmp_path, capsys):
