@@ -62,7 +62,7 @@ _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
-    *("passes", "tied", "not_loaded", "device", "trained"),
+    *("passes", "tied", "not_updated", "not_loaded", "device", "trained"),
     *("skipped", "left_out"),
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.

@@ -38,6 +38,7 @@ def renamed(about: About) -> About:
         about,
         variables=tuple(map(with_name, about.variables)),
         gradients=tuple(map(new, about.gradients)),
+        not_updated=tuple(map(new, about.not_updated)),
         settings=settings,
         layers=layers,
     )
@@ -58,6 +59,7 @@ def merged(abouts: Sequence[About]) -> About:
         variables=tuple(keys.values()),
         gradients=tuple(dict.fromkeys(name for about in abouts for name in about.gradients)),
         modules=tuple(dict.fromkeys(name for about in abouts for name in about.modules)),
+        not_updated=tuple(dict.fromkeys(name for a in abouts for name in a.not_updated)),
         settings=settings,
         layers=tuple(layers[name] for name in names),
         in_evaluation=tuple(tuple(dict.fromkeys(itertools.chain(*step))) for step in modes),

@@ -205,6 +205,7 @@ class About:
         passes: for each step, how the gradients of each forward pass are reduced: "ddp", "no_sync",
             "module" (the model in DDP was called without it), or "" without DDP; empty if unknown.
         tied: the names of each weight that has several.
+        not_updated: names of the weights of optimizers that update weights in no recorded step.
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         not_loaded: names of the variables that were not, as they do not fit.
@@ -253,6 +254,7 @@ class About:
     loss_scale: tuple[float, ...] = ()
     passes: tuple[tuple[str, ...], ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    not_updated: tuple[str, ...] = ()
     permuted: int | None = None
     replayed: str | None = None
     not_loaded: tuple[str, ...] = ()

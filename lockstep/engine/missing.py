@@ -71,6 +71,11 @@ class Missing:
             yield f"states of steps {_listed(lost)} were not recorded in both"
         if self.training.about.replayed and self.apart:
             yield f"steps {_listed(self.apart)} do not start from the reference's state"
+        if idle := self.reference.about.not_updated or self.training.about.not_updated:
+            yield (
+                f"the optimizer of {_first(idle)} updates no weight in the recorded steps: record"
+                " more steps, as with --steps"
+            )
         matching = self.pairs[0].matching
         unmatched = matching.unmatched_first, matching.unmatched_second
         for names, changed in zip(unmatched, self.changed, strict=True):

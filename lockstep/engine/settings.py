@@ -108,7 +108,7 @@ def other_layers(pair: Pair) -> dict[str, str]:
 def optimized_weights(trace: Trace) -> set[str] | None:
     """Returns the weights that the optimizers of all ranks have; None if that is not recorded."""
     abouts = [trace.about_of(shard) for shard in trace.shards]
-    groups = [group for about in abouts for step in about.settings[:1] for group in step]
+    groups = [group for about in abouts for step in about.settings for group in step]
     if not groups or not all("weights" in group for group in groups):
         return None
     return {name for group in groups for name in group["weights"]}

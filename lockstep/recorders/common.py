@@ -126,7 +126,6 @@ class Request:
         replay, permute, names, first_step: the same.
         wanted: the numbers of the steps to record. By default, a sampled recording has the first
             one: `choose_sample` removes the others.
-        asked: those that were asked for, in ascending order; empty for the default.
         sample: how large arrays are sampled; None for whole arrays.
 
     Raises:
@@ -142,7 +141,6 @@ class Request:
         self.permute, self.names, self.first_step = permute, names or {}, first_step
         self.wanted = wanted_steps(steps, first_step)
         self._is_default, self._start = steps is DEFAULT_STEPS, start
-        self.asked = [] if self._is_default else sorted(self.wanted)
         self.sample: Sample | None = None
         self._is_chosen = sample is not None or self.replay is not None
         is_number = isinstance(sample, int) and not isinstance(sample, bool)
@@ -183,7 +181,7 @@ class Request:
             "permuted": self.permute,
             "replayed": replayed.name if replayed else None,
             "not_loaded": [*replayed.not_loaded] if replayed else [],
-            "asked": self.asked,
+            "asked": [] if self._is_default else sorted(self.wanted),
             "ended_with": in_words(error),
             "sample": self.sample._asdict() if self.sample else {},
         }

@@ -228,7 +228,7 @@ class _Session:
         one = self._record(REFERENCE, self._reference, "reference", steps=self._steps)
         about, self._files = load(one).about, [one]
         # A verdict says which steps the reference lacks, as it ends early or skips updates.
-        self._steps = [step for step in self._steps if step in about.steps] or self._steps
+        self._steps = [*about.steps] or self._steps
         self._can_run_by_parts = about.framework != "jax" and about.num_replicas == 1
         if self._settings.tolerance is None:
             given = {"replay": one, "permute": 1}
@@ -377,7 +377,7 @@ class _Session:
         settings, path = self._settings, self._folder / f"{file}.npz"
         for old in (path, *self._folder.glob(f"{file}.rank*.npz")):
             old.unlink(missing_ok=True)
-        steps = [step for step in _numbers(settings.steps) if step in self._steps] or self._steps
+        steps = self._steps[: len(_numbers(settings.steps))]
         usual = {"path": str(path), "steps": steps, "modules": self._modules}
         options = json.dumps({**usual, "replay": None, "permute": None, **given})
         with self._progress(f"{title}: running", "recorded") as progress:

@@ -232,7 +232,7 @@ class GradientObserver:
             elif own.at_turn:  # The others have not stepped: the step before ended unseen.
                 own.step, own.takes_turns = own.at_turn, True
                 self.end()
-                own.drop()
+                own.postpone()
         if own.variables.add(optimizer) and self.is_installed:
             hook = optimizer.register_step_pre_hook(self._before_update)
             own.hooks.enter_context(hook)
@@ -297,8 +297,7 @@ class GradientObserver:
             if not own.is_updated:
                 own.skip()  # The optimizer skipped the update itself.
             return
-        if not own.variables.has_stepped(optimizer):
-            own.variables.stepped.append(optimizer)
+        own.variables.note_step(optimizer)
         own.step.settings += settings
         is_first, own.is_updated, own.at_turn = not own.is_updated, True, None
         own.called_others.clear()

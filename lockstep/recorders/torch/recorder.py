@@ -283,6 +283,7 @@ class record:
             "layers": layers,
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
+            "not_updated": own.not_updated(),
             "trained": own.number - self.request.first_step,
             "skipped": own.num_skipped,
             **own.per_step,

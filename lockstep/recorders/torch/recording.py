@@ -1,6 +1,7 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ class Recording:
 
     def __init__(
         self, model: nn.Module, optimizer: Any, others: Any, mesh: Any, dims: Any,
-        wanted: Iterable[int], number: int, sample: Sample | None = None,
+        wanted: set[int], number: int, sample: Sample | None = None,
     ) -> None:  # fmt: skip
         called = [*called_in(model)]
         self.ddps = [x for x in called if isinstance(x, nn.parallel.DistributedDataParallel)]
@@ -168,7 +169,7 @@ class Recording:
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
         self.placement = Placement(self.variables, self.ddp, mesh, dims)
-        self.wanted, self.number, self.sample = {*wanted}, number, sample
+        self.wanted, self.number, self.sample = wanted, number, sample
         self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others, self.dropped = set[str](), set[int]()
@@ -220,6 +221,13 @@ class Recording:
         self.forget()
         self.is_on = False
         self.dropped.add(self.number)
+
+    def postpone(self) -> None:
+        """Leaves the step out of the file, and records a later one in its place."""
+        self.forget()
+        self.is_on = False
+        if self.number in self.wanted:
+            self.wanted ^= {self.number, max(self.wanted) + 1}
 
     def add(self, kind: str, values: Sequence[Tensor]) -> None:
         """Adds arrays to those of a kind."""
@@ -369,6 +377,13 @@ class Recording:
             is_of_module = ":" in key and not isinstance(array, Member)
             found = self.output.add(key, array) if is_of_module else array
             self.output.put(f"{position}/{key}", found)
+
+    def not_updated(self) -> list[str]:
+        """Returns the weights whose optimizers have updated a weight in no recorded step."""
+        steps = itertools.chain(*self.per_step["settings"])
+        updated = {name for group in steps for name in group["weights"]}
+        trained = {*itertools.chain(*map(self.variables.names_of, self.variables.trainers))}
+        return [name for name in self.weights if name in trained - updated]
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""

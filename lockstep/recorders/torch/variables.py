@@ -28,6 +28,7 @@ class Variables:
         optimizers: All that update a weight of the model, as far as they have been seen.
         described: Name of a variable → its description, in the order of their arrays.
         stepped: The optimizers that have updated a weight in this step.
+        trainers: Those that were given, or have updated a weight in any step.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
@@ -48,7 +49,7 @@ class Variables:
             kinds = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(layer), kind)]
             self._layouts[name] = kinds[0] if kinds and leaf == "weight" else ""
         self.given = _given(optimizer)
-        self.optimizers = [*self.given]
+        self.optimizers, self.trainers = [*self.given], [*self.given]
         for each in self.optimizers:
             updated = {p for group in each.param_groups for p in group["params"]}
             require(
@@ -109,6 +110,12 @@ class Variables:
     def has_stepped(self, optimizer: Any) -> bool:
         """Returns whether an optimizer has updated a weight in this step."""
         return any(optimizer is each for each in self.stepped)
+
+    def note_step(self, optimizer: Any) -> None:
+        """Notes that an optimizer has updated a weight."""
+        for noted in (self.stepped, self.trainers):
+            if not any(optimizer is each for each in noted):
+                noted.append(optimizer)
 
     @property
     def have_all_stepped(self) -> bool:
