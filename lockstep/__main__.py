@@ -110,6 +110,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"error: {error}{'' if options.keep else more}", file=sys.stderr)
         return 2
     except OSError as error:
+        if isinstance(error, BlockingIOError):
+            options.keep = None  # The folder of another run.
         print(f"error: {one_line(error.filename or error)}: {error.strerror}", file=sys.stderr)
         return 2
     except ValueError as error:

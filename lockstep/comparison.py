@@ -39,9 +39,10 @@ def compare_traces(
     by_parts = _only([trace for trace in others[1:] if _is_by_parts(trace)], "shards=")
     whole = [trace for trace in others if trace is not by_parts]
     if len(whole) < 2:
+        more = f"; {permuted.name} has permuted examples: it only gives bounds" if permuted else ""
         raise ValueError(
             f"{traces[0].name or 'a recording'}: a verdict comes from two recordings; pass that of"
-            " the reference first, then those to verify"
+            f" the reference first, then those to verify{more}"
         )
     reference, *trainings = whole
     count = itertools.count(1)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+VARIABLE = "LOCKSTEP_RECORD"  # Has what `python -m lockstep run` asks for, as JSON text.
+
 _WHAT_TO_PASS = (
     "lockstep.record(model, optimizer) in PyTorch, lockstep.record(model) in Keras, or"
     " lockstep.record(train_step, arguments=…, outputs=…) in JAX"
@@ -79,8 +81,8 @@ def record(model: Any = None, optimizer: Any = None, **options: Any) -> Block:
         _require_optimizer(optimizer)
     if recorder == "record_jax":
         _require_places(options)
-    if not os.environ.get("LOCKSTEP_RECORD"):
-        return Block(_NotRecording(model if recorder == "record_jax" else None))
+    if not os.environ.get(VARIABLE):
+        return Block(NotRecording(model if recorder == "record_jax" else None))
     given = {} if optimizer is None else {"optimizer": optimizer}
     recorder_of: Callable[..., Any] = importlib.import_module(f"lockstep.{recorder}").record
     return Block(recorder_of(None, model, **given, **options))
@@ -127,10 +129,10 @@ def _described(value: Any) -> str:
     return "None" if value is None else f"an object of the type {type(value).__name__}"
 
 
-class _NotRecording(contextlib.AbstractContextManager):
-    """Stands for the recorder of a training that is not recorded."""
+class NotRecording(contextlib.AbstractContextManager):
+    """Stands for the recorder of a training that is not recorded; `step` is that of JAX."""
 
-    def __init__(self, step: Any = None) -> None:
+    def __init__(self, step: Callable[..., Any] | None = None) -> None:
         self._step = step
 
     def __enter__(self) -> Any:
@@ -139,6 +141,6 @@ class _NotRecording(contextlib.AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def wrap(self, step: Callable) -> Callable:
+    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the step of a custom loop of Keras."""
         return step

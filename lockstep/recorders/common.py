@@ -12,10 +12,10 @@ from lockstep.data import about as description
 from lockstep.data.file import TraceError, load
 from lockstep.data.trace import LAST_STEP, MOST_STEPS, REDUCE_FIRST
 from lockstep.numeric.sampling import Sample
+from lockstep.recording import VARIABLE
 
 FORMAT: dict[str, Any] = {"format": description.FORMAT, "version": description.VERSION}
 DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
-VARIABLE = "LOCKSTEP_RECORD"  # Has what `python -m lockstep run` asks for, as JSON text.
 USUAL_SAMPLE, LEAST_SAMPLE = 4096, 16  # Elements of an array.
 MOST_WHOLE_BYTES = 64 << 20  # Of all weights.
 Path = str | os.PathLike[str]
@@ -84,8 +84,8 @@ class Hooks(contextlib.ExitStack):
 # --- What is asked of a recorder -----------------------------------------------------------------
 
 
-def with_command(path: Path | None, **options: Any) -> tuple[str | None, dict[str, Any]]:
-    """Returns the file to write and the options of a recorder, as the script or the command says.
+def request_of(path: Path | None, **options: Any) -> "Request | None":
+    """Returns what the script and the command ask of a recorder; None if nothing is recorded.
 
     Args:
         path: `*.npz`; None to record only if the command says so.
@@ -104,41 +104,48 @@ def with_command(path: Path | None, **options: Any) -> tuple[str | None, dict[st
         own = {"replay": None, "permute": None, "shards": None, "start": "replay" not in given}
         options |= {key: x for key, x in own.items() if key in options} | given
     if path is None:
-        return None, options
+        return None
     name = os.fspath(path)
     is_file = name.endswith(".npz") and os.path.isdir(os.path.dirname(name) or ".")
     require(is_file, f"{name}: must be an .npz file in a folder that exists")
-    return name, options
+    return Request(name, **options)
 
 
 class Request:
     """What a script asks of a recorder.
 
     Args:
+        path: the file to write.
         steps: numbers of steps to record, from `first_step`, or how many of the first.
         replay, permute, names: as the recorders take them.
         first_step: number of the first step of this process.
         sample: number of elements of sampled arrays; 0 for whole arrays; None to do as `replay`, or
             to sample large models only, see `choose_sample`.
         start: whether a sampled recording has the whole state before its first step.
+        modules: the modules that are recorded, too: a pattern, or whether all are.
+        shards: "each" to compute every part of the batch of `replay` for itself; or None.
 
     Attributes:
-        replay, permute, names, first_step: the same.
+        path, replay, permute, names, first_step, modules, shards: the same.
         wanted: the numbers of the steps to record. By default, a sampled recording has the first
             one: `choose_sample` removes the others.
         sample: how large arrays are sampled; None for whole arrays.
 
     Raises:
-        ValueError: there is no such step or sample.
+        ValueError: there is no such step, sample or choice.
     """
 
     def __init__(
-        self, *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
+        self, path: str, *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None, first_step: int = 0,
-        sample: int | None = None, start: bool = False,
+        sample: int | None = None, start: bool = False, modules: bool | str = False,
+        shards: str | None = None,
     ) -> None:  # fmt: skip
-        self.replay = None if replay is None else os.fspath(replay)
+        self.path, self.replay = path, None if replay is None else os.fspath(replay)
         self.permute, self.names, self.first_step = permute, names or {}, first_step
+        self.modules, self.shards = modules, shards
+        is_known = shards is None or (shards == "each" and self.replay)
+        require(is_known, f"shards={shards!r}: must be 'each', with replay= and in one process")
         self.wanted = wanted_steps(steps, first_step)
         self._is_default, self._start = steps is DEFAULT_STEPS, start
         self.sample: Sample | None = None

@@ -38,6 +38,7 @@ from lockstep.engine.verdict import (
     OUTPUTS,
     Verdict,
 )
+from lockstep.recording import VARIABLE
 from lockstep.running.launch import (
     Training,
     TrainingError,
@@ -46,7 +47,6 @@ from lockstep.running.launch import (
     run_training,
 )
 
-VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 REFERENCE = "reference"
 _PERMUTED = f"{REFERENCE}, examples permuted"
 _NUM_BEFORE = 10  # First steps of a reference, to compare a training that resumes.
@@ -181,9 +181,9 @@ def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     try:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = f"keep: {folder} is the folder of a run that has not ended; pass another one"
-            raise ValueError(text) from None
+        except BlockingIOError as error:
+            text = "is the folder of a run that has not ended; pass another one"
+            raise BlockingIOError(error.errno, text, os.fspath(folder)) from None
         except OSError:
             pass
         yield

@@ -1,10 +1,8 @@
 """Wraps a training step, records some of its calls, and describes its variables."""
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,7 +17,13 @@ from lockstep.data.trace import (
     WEIGHT,
     Mesh,
 )
-from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
+from lockstep.recorders.common import (
+    DEFAULT_STEPS,
+    Path,
+    Request,
+    rank_path,
+    request_of,
+)
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
 from lockstep.recorders.jax.compiled import Lowered, result_of
 from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
@@ -38,82 +42,52 @@ from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import Own, States
+from lockstep.recording import NotRecording
 
 KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
 
 
-@dataclass(eq=False)
-class record:
-    """Wraps a training step and records some of its calls; a context manager."""
+class Recorder:
+    """Wraps a training step and records some of its calls; a context manager. See `record`."""
 
-    # File to write at the end of the block; None: only runs of `assert_same_training` are recorded.
-    path: str | os.PathLike[str] | None
-    step: Callable[..., Any]  # From `jax.jit` or `jax.pmap`, or calling such functions.
-    arguments: Mapping[str, Any]  # Of "params", "batch"; optionally "state", "opt_state", "key".
-    outputs: Mapping[str, Any]  # Of the same without "batch", and of "loss".
-    optimizer: Mapping[str, Any] = field(default_factory=dict)  # Values, or functions of the step.
-    steps: Sequence[int] | int = DEFAULT_STEPS  # Numbers from 0; or how many first steps.
-    # True if all arrays have a first axis of devices, as in `jax.pmap`; if `in_axes` is None for
-    # some, the names of the `arguments` that have one, as in ("batch", "key").
-    pmap: bool | Sequence[str] = False
-    reduction: str = "mean"  # What the all-reduce computes of "raw": "mean" or "sum".
-    layouts: Mapping[int, str] = field(default_factory=lambda: {2: "IO", 4: "HWIO"})
-    data_layout: str = "NHWC"
-    replay: str | os.PathLike[str] | None = None  # Trace to load the state from, before each step.
-    permute: int | None = None  # Seed to permute the examples of each replica.
-    names: Mapping[str, str] = field(default_factory=dict)  # For `replay`: own name to its name.
-    # Elements that are kept of each array, with random sums; 0 for whole arrays; None: as `replay`,
-    # else 4,096 above 64 MiB of weights. Then the first step alone is recorded by default.
-    sample: int | None = None
-    start: bool = False  # Keeps the whole state before a sampled first step, too, for `replay`.
-    first_step: int = 0  # Number of the first step of this process, which may resume a training.
-
-    def __post_init__(self) -> None:
-        if type(self.step).__module__.startswith("flax.nnx"):
-            raise ValueError(
-                "the step of nnx.jit changes its arguments, and record_jax needs one that returns"
-                " its state; use jax.jit for a step that gets nnx.state(model), calls nnx.merge,"
-                " and returns nnx.state"
-            )
-        self._file, given = with_command(
-            self.path, steps=self.steps, replay=self.replay, permute=self.permute,
-            names=self.names, modules=False, sample=self.sample, start=self.start,
-            first_step=self.first_step,
-        )  # fmt: skip
-        del given["modules"]  # `module` records them.
-        self._request: Request | None = Request(**given) if self._file else None
-        self._wanted = self._request.wanted if self._request else set[int]()
-        self._number, self._kept, self._notes = given["first_step"], Kept(), Notes()
-        self._gradients = GradientsKept()
+    def __init__(
+        self, request: Request, step: Callable[..., Any], arguments: Mapping[str, Any],
+        outputs: Mapping[str, Any], optimizer: Mapping[str, Any], *, pmap: bool | Sequence[str],
+        reduction: str, layouts: Mapping[int, str], data_layout: str,
+    ) -> None:  # fmt: skip
+        self._request, self.step, self.arguments, self.outputs = request, step, arguments, outputs
+        self.optimizer, self.pmap, self.reduction = optimizer, pmap, reduction
+        self.layouts, self.data_layout = layouts, data_layout
+        self._wanted, self._number = request.wanted, request.first_step
+        self._kept, self._gradients, self._notes = Kept(), GradientsKept(), Notes()
         self._output: Output | None = None  # From the first recorded step.
         self._about: dict[str, Any] = {"steps": [], "settings": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
         self._has_mesh = True  # Until a step has none.
-        states = {"params", "state", "opt_state"} & {*self.arguments}
-        for role in sorted({"params", "batch"} - {*self.arguments} | states - {*self.outputs}):
-            raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
         self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
         self._weights: Any = None  # The tree of the weights, with their names.
         self._states: States | None = None
-        if self._request and self._request.replay:
-            self._states = States("jax", self._request.replay, self._wanted, self._request.names)
+        if request.replay:
+            self._states = States("jax", request.replay, request.wanted, request.names)
 
-    def __enter__(self) -> "record":
+    def __enter__(self) -> "Recorder":
         self._notes.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._wanted = set()
         self._notes.__exit__()
-        if self._output and self._request:
-            self._output.close(self._about | self._description(self._request, error))
-        elif self._file and error is None:
-            warnings.warn(f"{self._file}: none of {self._trained} steps was recorded", stacklevel=2)
+        if self._output:
+            self._output.close(self._about | self._description(error))
+        elif error is None:
+            warnings.warn(
+                f"{self._request.path}: none of {self._trained} steps was recorded", stacklevel=2
+            )
 
-    def _description(self, request: Request, error: BaseException | None) -> dict[str, Any]:
+    def _description(self, error: BaseException | None) -> dict[str, Any]:
         optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
         return {
-            **request.about("jax", error, self._states),
+            **self._request.about("jax", error, self._states),
             "versions": {"jax": jax.__version__},
             "device": jax.default_backend(),
             "layers": [],
@@ -127,12 +101,12 @@ class record:
 
     @property
     def _trained(self) -> int:
-        return self._number - (self._request.first_step if self._request else 0)
+        return self._number - self._request.first_step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, and records it if its number is among `steps`."""
         number, self._number, ids = self._number, self._number + 1, self._notes.take()
-        if number not in self._wanted or not self._request:
+        if number not in self._wanted:
             if self._output:
                 self._output.forget()
             return self.step(*args, **kwargs)
@@ -247,7 +221,7 @@ class record:
     def _store(self, number: int, found: dict[str, Any], replicas: Replicas) -> None:
         """Writes the arrays of a step."""
         if self._output is None:
-            path, several = str(self._file), jax.process_count() > 1
+            path, several = self._request.path, jax.process_count() > 1
             self._output = Output(rank_path(path, jax.process_index()) if several else path)
         about, settings = self._about, {k: v for k, v in self.optimizer.items() if k != "class"}
         settings = {k: float(v(number)) if callable(v) else v for k, v in settings.items()}
@@ -281,7 +255,7 @@ class record:
     def _put(self, kind: str, replica: int, index: int, array: np.ndarray, text: str) -> None:
         """Writes an array of a replica, or a sample of it; `text` says how it is a part."""
         about, sizes = self._about, self._about.get("mesh", {})
-        assert self._output and self._request
+        assert self._output
         variable = self._variable_of(kind, index)
         found = members_of(
             self._request.sample, kind, array, variable.get("layout", ""), text, sizes,
@@ -336,3 +310,66 @@ def _size_of_weights(leaves: Sequence[Any], variables: Sequence[tuple[int, Own]]
     weights = [(index, own) for index, own in variables if own.about["kind"] == WEIGHT]
     sizes = (math.prod(own.shape) * np.result_type(leaves[i]).itemsize for i, own in weights)
     return sum(sizes)
+
+
+def record(
+    path: Path | None, step: Callable[..., Any], arguments: Mapping[str, Any],
+    outputs: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None,
+    steps: int | Sequence[int] = DEFAULT_STEPS, pmap: bool | Sequence[str] = False,
+    reduction: str = "mean", layouts: Mapping[int, str] | None = None, data_layout: str = "NHWC",
+    replay: Path | None = None, permute: int | None = None, names: Mapping[str, str] | None = None,
+    sample: int | None = None, start: bool = False, first_step: int = 0,
+) -> Recorder | NotRecording:  # fmt: skip
+    """Wraps a training step and records some of its calls, in a `with` block.
+
+    `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
+
+    Args:
+        path: file to write at the end of the block; None to record only what `lockstep run` asks
+            for.
+        step: from `jax.jit` or `jax.pmap`, or a function that calls such functions.
+        arguments: where "params", "batch", and optionally "state", "opt_state" and "key" are in its
+            arguments.
+        outputs: where the same, without "batch", and "loss" are in its result.
+        optimizer: settings: values, or functions of the number of the step.
+        steps: numbers of steps to record, from 0; or how many first steps.
+        pmap: True if all arrays have a first axis of devices, as in `jax.pmap`; if `in_axes` is
+            None for some, the names of the `arguments` that have one, as in ("batch", "key").
+        reduction: what the all-reduce computes of "raw": "mean" or "sum".
+        layouts: number of axes of a weight → its layout; by default {2: "IO", 4: "HWIO"}.
+        data_layout: that of images.
+        replay: recording whose state is loaded before each step.
+        permute: seed to permute the examples of each replica.
+        names: name of a variable → its name in `replay`.
+        sample: elements that are kept of each array, with random sums; 0 for whole arrays. None: as
+            in `replay`, else 4,096 above 64 MiB of weights; then the first step alone is recorded
+            by default.
+        start: whether a sampled recording has the whole state before its first step, too, which
+            `replay` needs.
+        first_step: number of the first step of this process, which may resume a training.
+
+    Returns:
+        A context manager that gives the step to call.
+
+    Raises:
+        ValueError: a place of an array is missing, or `replay` lacks steps or the whole state.
+    """
+    if type(step).__module__.startswith("flax.nnx"):
+        raise ValueError(
+            "the step of nnx.jit changes its arguments, and record_jax needs one that returns its"
+            " state; use jax.jit for a step that gets nnx.state(model), calls nnx.merge, and"
+            " returns nnx.state"
+        )
+    states = {"params", "state", "opt_state"} & {*arguments}
+    for role in sorted({"params", "batch"} - {*arguments} | states - {*outputs}):
+        raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
+    request = request_of(
+        path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
+        first_step=first_step, modules=False,
+    )  # fmt: skip
+    if request is None:
+        return NotRecording(step)
+    return Recorder(
+        request, step, arguments, outputs, optimizer or {}, pmap=pmap, reduction=reduction,
+        layouts=layouts or {2: "IO", 4: "HWIO"}, data_layout=data_layout,
+    )  # fmt: skip

@@ -1,8 +1,7 @@
 """The recorder: a block in which steps are recorded, and their description."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,7 @@ from lockstep.recorders.common import (
     Path,
     Request,
     rank_path,
-    require,
-    with_command,
+    request_of,
 )
 from lockstep.recorders.keras.description import as_one, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
@@ -25,6 +23,7 @@ from lockstep.recorders.keras.steps import StepObserver
 from lockstep.recorders.keras.values import replicas_here
 from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
+from lockstep.recording import NotRecording
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
 _GRADIENTS = ("raw", "clipped", "sums")
@@ -40,9 +39,7 @@ class Recorder:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
     """
 
-    def __init__(
-        self, path: str, model: Any, optimizer: Any, request: Request, *, by_parts: bool
-    ) -> None:
+    def __init__(self, model: Any, optimizer: Any, request: Request) -> None:
         self._model = as_one(model)
         self._optimizers = Optimizers(self._model, optimizer)
         if self._model.compiled and self._model.jit_compile is True:
@@ -50,14 +47,12 @@ class Recorder:
                 f"model {self._model.name} is compiled with jit_compile=True, and XLA does not run"
                 " the hooks; compile it with jit_compile=False to record it"
             )
-        self.path, self._request, self._notes = path, request, Notes()
-        name, strategy = path, self._model.distribute_strategy
+        self.path, self._request, self._notes = request.path, request, Notes()
+        name, strategy = request.path, self._model.distribute_strategy
         replicas = replicas_here(strategy)
         if len(replicas) < strategy.num_replicas_in_sync:
             name = rank_path(name, replicas[0] // len(replicas))
-        self._observer = StepObserver(
-            self._model, self._optimizers, request, Output(name), by_parts=by_parts
-        )
+        self._observer = StepObserver(self._model, self._optimizers, request, Output(name))
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
@@ -121,22 +116,13 @@ class Recorder:
         }
 
 
-class NotRecording:
-    """Stands for the recorder of a training that is not recorded."""
-
-    def wrap(self, step: Callable) -> Callable:
-        """Returns the step."""
-        return step
-
-
-@contextlib.contextmanager
 def record(
     path: Path | None, model: keras.Model | Sequence[keras.Model],
     optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
     steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
     permute: int | None = None, names: Mapping[str, str] | None = None,
     sample: int | None = None, start: bool = False, first_step: int = 0, shards: str | None = None,
-) -> Iterator[Recorder | NotRecording]:  # fmt: skip
+) -> Recorder | NotRecording:  # fmt: skip
     """Records steps of `model.fit`, or of a custom loop, in a `with` block.
 
     The file is written as arrays come; an older one is replaced when the block begins. Process 0 of
@@ -168,15 +154,8 @@ def record(
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
     """
-    file, given = with_command(
+    request = request_of(
         path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
         first_step=first_step, shards=shards,
     )  # fmt: skip
-    if file is None:
-        yield NotRecording()
-        return
-    shards = given.pop("shards")
-    is_known = shards is None or (shards == "each" and given["replay"])
-    require(is_known, f"shards={shards!r}: must be 'each', with replay=")
-    with Recorder(file, model, optimizer, Request(**given), by_parts=bool(shards)) as recorder:
-        yield recorder
+    return Recorder(model, optimizer, request) if request else NotRecording()

@@ -34,7 +34,6 @@ class StepObserver:
         optimizers: those that the steps apply.
         request: the steps to record, and the recording to start them from.
         output: the file to which arrays are written as they come.
-        by_parts: whether the model is called for each replica's part in that recording.
 
     Attributes:
         about: what the steps tell of the description.
@@ -47,16 +46,15 @@ class StepObserver:
     """
 
     def __init__(
-        self, model: keras.Model, optimizers: Optimizers, request: Request, output: Output, *,
-        by_parts: bool,
-    ) -> None:  # fmt: skip
+        self, model: keras.Model, optimizers: Optimizers, request: Request, output: Output
+    ) -> None:
         self._model, self._optimizers, self._hooks = model, optimizers, Hooks()
         self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
         self.copies = Copies(request, self.about, output)
         self.replay = Replay(request) if request.replay else None
         self.shards = None
-        if by_parts and self.replay:
+        if request.shards and self.replay:
             self.shards = ShardRunner(model, self.replay.states, self.copies)
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
         # Of a replica in a step: how much of `_state`, and how many rates, are copied.

@@ -11,10 +11,11 @@ from torch import nn
 from lockstep.recorders.common import (
     DEFAULT_STEPS,
     Hooks,
+    Path,
     Request,
     rank_path,
+    request_of,
     require,
-    with_command,
 )
 from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
@@ -26,101 +27,27 @@ from lockstep.recorders.torch.recording import Recording, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, random_states, settings_of
+from lockstep.recording import NotRecording
 
 
-class record:
-    """Records the training in a `with` block; its end finishes the file, also if it raises.
-
-    Args:
-        path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
-            None: only runs of `assert_same_training` are recorded.
-        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2), or
-            a list of several. In one without `forward`, the script calls the modules that it has.
-        optimizer: One optimizer or a list; None for all that update a weight of the model. Others
-            that do are recorded, too, also those of backward hooks. `step` calls a closure at most
-            once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
-        steps: Numbers of the steps to record, from 0; or the number of first steps to record. A
-            step ends at the next forward pass of a model, or with the recording. Each optimizer of
-            a list updates once in a step; if one does so twice before others do, each update is a
-            step, and the one in which this is seen is not recorded.
-        replay: Trace whose weights and statistics are loaded before each recorded step; with the
-            same class of optimizer also its state, with as many replicas also the random state.
-            What does not fit is not loaded, which a warning says.
-        permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
-            batch, so that only the order of summation is different. Not for inputs of the layout
-            (time, batch), which are not compared example by example.
-        names: Names in `replay` by names here. Others are matched by name, else by shape and order.
-        shards: "each" runs the model, in one process, once for each replica's part of the batch in
-            `replay`, with its random state: layers such as BatchNorm and Dropout then compute what
-            each replica does. A loss that the model returns must be a mean over examples.
-        modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
-            copies inputs and outputs of these modules, and the gradients of the loss by them. They
-            only explain a difference that other arrays show. With True, none are recorded from the
-            first step on in which they have more than 1 GiB. "Before layers.0" in a verdict is the
-            code before this module.
-        mesh: The devices of all processes, if the training has other parallel axes than data. None
-            for that of the DTensors among the weights. An axis `pp`, `pipe…` or `stage…` has the
-            stages of a pipeline, one for each process: `model` is the stage's module; pass `names`
-            if its weights have other names than in one process, or if a tied weight has two.
-        dims: How inputs are split over the axes of the mesh, as in "b[dp] s[cp:zigzag]"; or an
-            object with the key "inputs", the key "outputs" if the model's outputs are split in
-            another way, and patterns of the names of weights that are no DTensors but parts:
-            {"inputs": "b[dp] s", "outputs": "b[dp] s v[tp]", "*.wqkv.weight": "3*o[tp] i"}. State
-            is split as its weight, or has patterns such as "*.weight/momentum". If sequences are
-            split, loss and gradients of a rank count as parts of a mean where DDP or `fully_shard`
-            reduces over their axis; else `clipped` are the only gradients recorded.
-        first_step: Number of the first step that this process trains, as the training counts that
-            `replay` has: a resumed job does not begin with step 0.
-        others: Name → module or mapping of tensors whose state belongs to the training, as averages
-            of the weights: {"ema": average}.
-        sample: The number of elements that are kept of each variable and gradient, with random sums
-            of all elements; smaller arrays are whole. 0 keeps whole arrays; None does so up to 64
-            MiB of weights, and keeps 4,096 elements above, or does as `replay`. A sampled recording
-            has one step, unless `steps` says more; later ones start from their own weights.
-        start: Whether a sampled recording has the whole state before its first step, too, which
-            `replay` needs. Without it, both scripts must start from the same weights.
-
-    `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
-    """
+class Recorder:
+    """Begins and ends the steps of a training, in a `with` block; see `record`."""
 
     def __init__(
-        self, path: str | None, model: nn.Module | Sequence[nn.Module], optimizer: Any = None,
-        steps: int | Sequence[int] = DEFAULT_STEPS, replay: str | None = None,
-        permute: int | None = None, names: Mapping[str, str] | None = None,
-        shards: str | None = None, modules: bool | str = False, mesh: Any = None,
-        dims: str | Mapping[str, str] = "", first_step: int = 0,
-        others: Mapping[str, Any] | None = None, sample: int | None = None, start: bool = False,
-    ) -> None:  # fmt: skip
-        file, given = with_command(
-            path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
-            shards=shards, sample=sample, start=start, first_step=first_step,
-        )  # fmt: skip
-        self.is_recording = file is not None
-        if file is None:
-            return
-        pattern, shards = given.pop("modules"), given.pop("shards")
-        self.path, self.request = file, (request := Request(**given))
+        self, request: Request, model: Any, optimizer: Any, others: Any, mesh: Any, dims: Any
+    ) -> None:
+        self.path, self.request = request.path, request
         module = unwrapped(model)
         request.choose_sample(sum(p.numel() * p.element_size() for p in module.parameters()))
         _require_known(module)
-        own = Recording(
-            model,
-            optimizer,
-            others or {},
-            mesh,
-            dims,
-            request.wanted,
-            request.first_step,
-            request.sample,
-        )
+        own = Recording(model, optimizer, others, mesh, dims, request)
         self.recording, place = own, own.placement
-        is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
-        require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
-        self.replay = Replay(own, request, file) if request.replay else None
-        self._check_shards(shards)
-        self.modules = Modules(own, pattern) if pattern else None
+        require(place.num_ranks == 1 or not request.shards, "shards='each': is for one process")
+        self.replay = Replay(own, request) if request.replay else None
+        self.modules = Modules(own, request.modules) if request.modules else None
         self.shards = None
-        if shards and self.replay:
+        if request.shards and self.replay:
+            self._require_local_layers(self.replay)
             self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
         self.forward = ForwardObserver(
             own, self.replay, seed=request.permute, shards=self.shards, modules=self.modules,
@@ -132,16 +59,13 @@ class record:
         self.has_hooks, self.counters = False, Hooks()
         self.notes = Notes(lambda: own.is_updated)
 
-    def _check_shards(self, shards: str | None) -> None:
+    def _require_local_layers(self, replay: Replay) -> None:
         """Raises an error if the parts of the other recording compute one BatchNorm together."""
-        trace = self.replay.trace if self.replay else None
-        classes = [str(layer.get("class")) for layer in (trace.about.layers if trace else ())]
-        is_local = not (shards and any("SyncBatchNorm" in name for name in classes))
+        classes = [str(layer.get("class")) for layer in replay.trace.about.layers]
+        is_local = not any("SyncBatchNorm" in name for name in classes)
         require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
 
     def __enter__(self) -> None:
-        if not self.is_recording:
-            return
         own, place = self.recording, self.recording.placement
         path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
         own.output = Output(path)
@@ -151,8 +75,6 @@ class record:
         self._start_step()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.is_recording:
-            return
         if self.recording.is_updated:
             self._end_step()
         self.counters.close()
@@ -317,3 +239,73 @@ def _require_known(model: nn.Module) -> None:
     require(not kinds, f"model: {text}")
     is_sharded = any(map(is_split_by_deepspeed, model.parameters()))
     require(not is_sharded, "model: DeepSpeed's ZeRO is not recorded; use stage 0, or fully_shard")
+
+
+def record(
+    path: Path | None, model: nn.Module | Sequence[nn.Module], optimizer: Any = None,
+    steps: int | Sequence[int] = DEFAULT_STEPS, replay: Path | None = None,
+    permute: int | None = None, names: Mapping[str, str] | None = None, shards: str | None = None,
+    modules: bool | str = False, mesh: Any = None, dims: str | Mapping[str, str] = "",
+    first_step: int = 0, others: Mapping[str, Any] | None = None, sample: int | None = None,
+    start: bool = False,
+) -> Recorder | NotRecording:  # fmt: skip
+    """Records the training in a `with` block; its end finishes the file, also if it raises.
+
+    Args:
+        path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
+            None: only runs of `assert_same_training` are recorded.
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2), or
+            a list of several. In one without `forward`, the script calls the modules that it has.
+        optimizer: One optimizer or a list; None for all that update a weight of the model. Others
+            that do are recorded, too, also those of backward hooks. `step` calls a closure at most
+            once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
+        steps: Numbers of the steps to record, from 0; or the number of first steps to record. A
+            step ends at the next forward pass of a model, or with the recording. Each optimizer of
+            a list updates once in a step; if one does so twice before others do, each update is a
+            step, and the one in which this is seen is not recorded.
+        replay: Trace whose weights and statistics are loaded before each recorded step; with the
+            same class of optimizer also its state, with as many replicas also the random state.
+            What does not fit is not loaded, which a warning says.
+        permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
+            batch, so that only the order of summation is different. Not for inputs of the layout
+            (time, batch), which are not compared example by example.
+        names: Names in `replay` by names here. Others are matched by name, else by shape and order.
+        shards: "each" runs the model, in one process, once for each replica's part of the batch in
+            `replay`, with its random state: layers such as BatchNorm and Dropout then compute what
+            each replica does. A loss that the model returns must be a mean over examples.
+        modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
+            copies inputs and outputs of these modules, and the gradients of the loss by them. They
+            only explain a difference that other arrays show. With True, none are recorded from the
+            first step on in which they have more than 1 GiB. "Before layers.0" in a verdict is the
+            code before this module.
+        mesh: The devices of all processes, if the training has other parallel axes than data. None
+            for that of the DTensors among the weights. An axis `pp`, `pipe…` or `stage…` has the
+            stages of a pipeline, one for each process: `model` is the stage's module; pass `names`
+            if its weights have other names than in one process, or if a tied weight has two.
+        dims: How inputs are split over the axes of the mesh, as in "b[dp] s[cp:zigzag]"; or an
+            object with the key "inputs", the key "outputs" if the model's outputs are split in
+            another way, and patterns of the names of weights that are no DTensors but parts:
+            {"inputs": "b[dp] s", "outputs": "b[dp] s v[tp]", "*.wqkv.weight": "3*o[tp] i"}. State
+            is split as its weight, or has patterns such as "*.weight/momentum". If sequences are
+            split, loss and gradients of a rank count as parts of a mean where DDP or `fully_shard`
+            reduces over their axis; else `clipped` are the only gradients recorded.
+        first_step: Number of the first step that this process trains, as the training counts that
+            `replay` has: a resumed job does not begin with step 0.
+        others: Name → module or mapping of tensors whose state belongs to the training, as averages
+            of the weights: {"ema": average}.
+        sample: The number of elements that are kept of each variable and gradient, with random sums
+            of all elements; smaller arrays are whole. 0 keeps whole arrays; None does so up to 64
+            MiB of weights, and keeps 4,096 elements above, or does as `replay`. A sampled recording
+            has one step, unless `steps` says more; later ones start from their own weights.
+        start: Whether a sampled recording has the whole state before its first step, too, which
+            `replay` needs. Without it, both scripts must start from the same weights.
+
+    `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
+    """
+    request = request_of(
+        path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
+        shards=shards, sample=sample, start=start, first_step=first_step,
+    )  # fmt: skip
+    if request is None:
+        return NotRecording()
+    return Recorder(request, model, optimizer, others or {}, mesh, dims)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.archive import Member
-from lockstep.numeric.sampling import Sample
-from lockstep.recorders.common import Hooks
+from lockstep.recorders.common import Hooks, Request
 from lockstep.recorders.notes import IDS
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import SAMPLED, has_rows
@@ -124,9 +123,7 @@ class Recording:
     Args:
         model: As that of `record`.
         optimizer, others, mesh, dims: The same.
-        wanted: The steps to record.
-        number: The number of the first step.
-        sample: How large arrays are sampled; None to keep whole ones.
+        request: The steps to record, and how large arrays are sampled.
 
     Attributes:
         ddps: The models in DDP.
@@ -153,9 +150,8 @@ class Recording:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, others: Any, mesh: Any, dims: Any,
-        wanted: set[int], number: int, sample: Sample | None = None,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, optimizer: Any, others: Any, mesh: Any, dims: Any, request: Request
+    ) -> None:
         called = [*called_in(model)]
         self.ddps = [x for x in called if isinstance(x, nn.parallel.DistributedDataParallel)]
         self.ddp = self.ddps[0] if len(self.ddps) == len(called) else None
@@ -169,7 +165,8 @@ class Recording:
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
         self.placement = Placement(self.variables, self.ddp, mesh, dims)
-        self.wanted, self.number, self.sample = wanted, number, sample
+        self.wanted, self.number = request.wanted, request.first_step
+        self.sample = request.sample
         self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others, self.dropped = set[str](), set[int]()

@@ -35,7 +35,6 @@ class Replay:
     Args:
         recording: What has the model and its variables.
         request: What the script asks for: the other recording, and names there by names here.
-        path: That of this recording, for warnings.
 
     Attributes:
         states: The states of that recording.
@@ -47,11 +46,11 @@ class Replay:
         ValueError: A weight here is none there, or the recording does not have all steps.
     """
 
-    def __init__(self, recording: Recording, request: Request, path: str) -> None:
+    def __init__(self, recording: Recording, request: Request) -> None:
         assert request.replay
         self.recording, self.placement = recording, recording.placement
         self.states = States("torch", request.replay, request.wanted, request.names)
-        self.path, self.trace, self.name = path, self.states.trace, self.states.name
+        self.path, self.trace, self.name = request.path, self.states.trace, self.states.name
         self.not_loaded = self.states.not_loaded
         self.asked: dict[str, str] = {}  # Of what is not loaded: what to pass if it is a part.
         # Raises an error before the training, and not in one of its steps.
