@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.archive import Member
+from lockstep.data.trace import OF_VARIABLES
 from lockstep.recorders.common import Hooks, Request
 from lockstep.recorders.notes import IDS
 from lockstep.recorders.output import Output
@@ -329,6 +330,8 @@ class Recording:
             if not self.placement.place(kind, index, value):
                 return {}
             value = local(value)
+            if kind in OF_VARIABLES and value.layout != torch.strided:
+                value = value.to_dense()  # As the momentum of a sparse gradient.
         if scale != 1 and value is not None:
             value = value / float(scale)
         if isinstance(value, Tensor) and self.sample:

@@ -250,6 +250,9 @@ def _assigned(value: Tensor, array: np.ndarray) -> Tensor | None:
     """Returns a tensor with the values of an array; None if it has another shape, or stays."""
     if tuple(value.shape) != array.shape:
         return None
+    if value.is_sparse:
+        dense = torch.tensor(array, dtype=value.dtype, device=value.device)
+        return dense.to_sparse(value.sparse_dim())
     with contextlib.suppress(RuntimeError, TypeError, ValueError):  # It cannot be changed.
         found: Tensor = assign(value, array)
         return found
