@@ -198,9 +198,9 @@ def test_an_older_recording_stays_until_the_first_array_of_the_new_one(tmp_path,
     write_sample(path)
     older, bits = load(path), path.read_bytes()
     output = Output(str(path))
+    assert path.read_bytes() == bits
     with pytest.raises(ValueError, match="an array of complex64 cannot be recorded"):
         output.add("data/0/0", np.ones(2, np.complex64))
-    assert path.read_bytes() == bits
     output.add("data/0/0", np.ones(2, np.float32))
     assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
     assert older.arrays(0, "before", 0) is not None  # Who has opened it can read it.

@@ -93,13 +93,12 @@ class Scripts:
 
 def cases_of(package):
     """Returns parameters with script and name, for each function `case_…` of a framework."""
-    return [
-        pytest.param(
-            path.stem, name, id=name, marks=[pytest.mark.slow] * (PROCESSES.get(path.stem, 1) > 2)
-        )
-        for path in sorted(FOLDER.glob(f"{package}_*.py"))
-        for name in re.findall(r"^def case_(\w+)", path.read_text("utf-8"), re.M)
-    ]
+    found = []
+    for path in sorted(FOLDER.glob(f"{package}_*.py")):
+        names = re.findall(r"^def case_(\w+)", path.read_text("utf-8"), re.M)
+        marks = [pytest.mark.slow] if PROCESSES.get(path.stem, 1) > 2 else []
+        found += [pytest.param(path.stem, name, id=name, marks=marks) for name in names]
+    return found
 
 
 def run_case(scripts, package, script, name, folder):

@@ -30,11 +30,20 @@ def case_shard_map():
     x, y = batch(0)
     lowered = steps[1].lower(init(), init(), x, y, jax.random.key(0))
     assert "callback" not in lowered.as_text()
-    assert is_equal(record("two", steps[1]), plain)
+
+    def noted(recorded):
+        def step(*args):
+            record_jax.note("ids", np.arange(len(args[2])))
+            return recorded(*args)
+
+        return loop(step)
+
+    assert is_equal(record("two", steps[1], noted), plain)
     trace = Trace("two")
     check_about(trace.about)
     for position, size in ((1, 4), (2, 4), (3, 2)):  # The last batch is shorter.
         assert [a.shape for a in trace.get(position, "data", 1)] == [(size, 5), (size, 2)]
+        assert is_equal(trace.get(position, "ids"), [np.arange(2 * size)])
         raw = [trace.get(position, "raw", replica) for replica in range(2)]
         assert not is_equal(*raw)
         for replica in range(2):

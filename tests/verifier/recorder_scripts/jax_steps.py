@@ -72,8 +72,8 @@ def adam(params, state, grads):
     return jax.tree.map(applied, params, mu, nu), {"count": count, "mu": mu, "nu": nu}
 
 
-def start_of_adam(params=None):
-    return {"count": np.int32(0), "mu": zeros(params), "nu": zeros(params)}
+def start_of_adam():
+    return {"count": np.int32(0), "mu": zeros(), "nu": zeros()}
 
 
 # --- Steps -------------------------------------------------------------------------------------
@@ -138,9 +138,6 @@ def mesh_step(mesh):
     return step
 
 
-# --- Loops -------------------------------------------------------------------------------------
-
-
 ROWS = {"a": P("data"), "b": P("data")}
 
 
@@ -164,14 +161,13 @@ def scattering_step(num_devices, specs):
     return jax.jit(jax.shard_map(step, mesh=mesh, **given, check_vma=False))
 
 
-def scattering_loop(step, num_devices=0):
-    """Trains for three steps; with a number of devices, they have the rows of the weights."""
+# --- Loops -------------------------------------------------------------------------------------
+
+
+def scattering_loop(step):
     params = {"a": jnp.arange(4.0) / 4, "b": jnp.ones((4, 6)) / jnp.arange(1.0, 7)}
-    rows = NamedSharding(mesh_of(num_devices or 1, "data"), P("data"))
-    params = jax.device_put(params, rows) if num_devices else params
     for number in range(3):
-        x, y = jax.device_put(batch(number), rows) if num_devices else batch(number)
-        params, _ = step(params, x, y)
+        params, _ = step(params, *batch(number))
     return leaves_of(params)
 
 

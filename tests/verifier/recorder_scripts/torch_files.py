@@ -20,6 +20,7 @@ from torch_training import *
 
 def evaluated(model, optimizer, step):
     """Trains one step, halves the learning rates, and calls the model without training."""
+    record_torch.note("ids", np.arange(12) + 100 * step)
     plain(model, optimizer, step)
     for group in optimizer.param_groups:
         group["lr"] /= 2
@@ -47,7 +48,7 @@ def case_format():
     check_about(trace.about)
     kinds = {key.split("/")[1] for key in trace.arrays}
     expected = {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
-    assert kinds == {*expected, "y_pred", "y_grad"}
+    assert kinds == {*expected, "y_pred", "y_grad", "ids"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
     check_arrays(trace)
     verdict = compare("format.npz", "format.npz")
@@ -86,6 +87,7 @@ def check_about(about):
 
 def check_arrays(trace):
     assert trace.kind("data")["0"].shape == (12, 1, 8, 8)
+    assert trace.kind("ids", 2)["0"].tolist() == [*range(200, 212)]
     assert trace.kind("random")["0"].dtype == np.uint8
     assert not np.array_equal(trace.kind("random")["0"], trace.kind("random_after")["0"])
     assert trace.kind("loss")["0"].shape == () and trace.kind("loss")["0"] > 0

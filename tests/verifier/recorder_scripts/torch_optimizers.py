@@ -183,3 +183,35 @@ def case_optimizers_in_backward():
     train(model, momentum(model), "after.npz", plain, 3, steps=2)
     train_in_backward("again.npz", replay="after.npz")
     assert compare("after.npz", "again.npz").ok
+
+
+def train_adversaries(path, turns, **options):
+    """Updates a critic a number of times, then a generator."""
+    torch.manual_seed(0)
+    made, critic = nn.Linear(5, 8), nn.Linear(8, 1)
+    models = nn.ModuleDict({"made": made, "critics": nn.ModuleList([critic])})
+    optimizers = [torch.optim.Adam(each.parameters(), 0.01) for each in (made, critic)]
+    x, z = torch.randn(6, 4, 8), torch.randn(6, 4, 5)
+    with record_torch.record(path, models, optimizers, **options):
+        for step in range(6):
+            made_ones = made(z[step])
+            for _ in range(turns):
+                optimizers[1].zero_grad()
+                outputs = critic(x[step]), critic(made_ones.detach())
+                (F.softplus(-outputs[0]).mean() + F.softplus(outputs[1]).mean()).backward()
+                optimizers[1].step()
+            optimizers[0].zero_grad()
+            F.softplus(-critic(made_ones)).mean().backward()
+            optimizers[0].step()
+    return [*models.parameters()]
+
+
+def case_several_models():
+    """A step has an update of each optimizer; if one updates twice before, each update is one."""
+    for turns, steps in ((1, [0, 1, 2]), (2, [0, 2, 3])):
+        bits = train_adversaries("turns.npz", turns, steps=steps)
+        assert is_equal(bits, train_adversaries(None, turns))
+        trace = Trace("turns")
+        parts = [{name.partition(".")[0] for name in trace.kind("clipped", s)} for s in steps]
+        both = {"made", "critics"}
+        assert parts == ([both] * 3 if turns == 1 else [{"critics"}, {"made"}, {"critics"}])

@@ -151,18 +151,19 @@ def case_passes_of_fsdp():
 
 
 def train_averaged(path, keeper=0, share=0.1, **options):
-    """Trains with an average of the weights, which one process keeps."""
-    own, average = Halves(), Halves()
+    """Trains with averages of the weights, in a model and a mapping, which one process keeps."""
+    own, average, mapping = Halves(), Halves(), dict(Halves().state_dict())
     rank, num = own_shard()
 
     def steps_of(model, optimizer, step):
         plain(model, optimizer, step, (rank, num))
         with torch.no_grad():
-            for a, p in zip(average.parameters(), own.parameters(), strict=True):
-                a.lerp_(p, share)
+            for name, p in own.named_parameters():
+                average.get_parameter(name).lerp_(p, share)
+                mapping[name] = mapping[name].lerp(p, 0.1)
 
     model = DistributedDataParallel(own) if num > 1 else own
-    others = {"average": average} if rank == keeper else None
+    others = {"average": average, "ema": mapping} if rank == keeper else None
     train(model, adamw(model), path, steps_of, 3, others=others, **options)
 
 
@@ -172,6 +173,8 @@ def case_average_of_one_rank():
         train_averaged("average.npz", keeper, share, replay="averaged_by_one.npz")
         verdict = of_all_ranks("average") and compare("averaged_by_one.npz", "average.npz")
         assert node_of(verdict) == node, str(verdict)
+        names = {name.partition(".")[0] for name in verdict.place.tensors} if node else set()
+        assert names == ({"average"} if node else set())
         dist.barrier()
 
 
@@ -190,7 +193,8 @@ class OwnRows(torch.optim.SGD):
                 rows = torch.arange(len(p)).chunk(world)[rank]
                 state = self.state[p]
                 if not state:
-                    state["momentum_of_rows"] = torch.zeros_like(p[rows])
+                    state["number"], state["momentum_of_rows"] = 0, torch.zeros_like(p[rows])
+                state["number"] += 1
                 state["momentum_of_rows"].mul_(0.9).add_(gradient[rows])
                 own = p[rows] - group["lr"] * state["momentum_of_rows"]
                 parts = [torch.empty_like(own) for _ in range(world)]
@@ -222,7 +226,10 @@ def case_owned_rows():
         assert ("not loaded" in told) == (asked in told) == (not layout), told
         trace = of_all_ranks(name)
         assert compare("rows_of_one.npz", f"{name}.npz").ok
-        assert trace.kind("before", 2)["1.weight/momentum_of_rows"].shape == (4, 64)
+        before = trace.kind("before", 2)
+        assert before["1.weight/momentum_of_rows"].shape == (4, 64)
+        assert before["1.weight/number"] == 2
+        assert bool(trace.about["not_loaded"]) == (not layout)
 
 
 def case_mesh():
