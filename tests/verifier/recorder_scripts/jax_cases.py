@@ -385,6 +385,20 @@ def case_scans():
     assert verdict.status == "clean", str(verdict)
 
 
+def case_carried_state():
+    """What the step takes and returns is recorded, also if it has no name."""
+    options = {"arguments": WITHOUT_KEY, "outputs": {**OUTPUTS, "loss": 4}, "steps": 3}
+    bits = record("one", averaged_step, averaged_loop, **options)
+    assert is_equal(bits, averaged_loop(averaged_step))
+    trace = Trace("one")
+    names = [v["name"] for v in trace.about["variables"]]
+    assert names[3:7] == ["state/a/bias", "state/a/kernel", "state/b/kernel", "state/5"]
+    before, after = trace.get(2, "before"), trace.get(2, "after")
+    assert (before[6], after[6]) == (1, 2)
+    expected = [0.9 * a + 0.1 * p for a, p in zip(before[3:6], after[:3], strict=True)]
+    assert is_close(after[3:6], expected)
+
+
 STEP_OF_ROWS = {
     "arguments": {"params": 0, "batch": (1, 2)}, "outputs": {"params": 0, "loss": 1},
     "optimizer": {"class": "SGD", "learning_rate": 0.1}, "steps": 3,

@@ -138,6 +138,15 @@ def mesh_step(mesh):
     return step
 
 
+@jax.jit
+def averaged_step(params, velocity, x, y, averages, count):
+    """Also returns averages of weights and a counter."""
+    loss, grads = value_and_grad(params, x, y, jax.random.key(0))
+    params, velocity = update(params, velocity, record_jax.keep("sums", grads))
+    averages = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, averages, params)
+    return params, velocity, averages, count + 1, loss
+
+
 ROWS = {"a": P("data"), "b": P("data")}
 
 
@@ -162,6 +171,14 @@ def scattering_step(num_devices, specs):
 
 
 # --- Loops -------------------------------------------------------------------------------------
+
+
+def averaged_loop(step):
+    params, count, velocity, averages = init(), np.int32(0), zeros(), zeros()
+    for number in range(3):
+        given = params, velocity, *batch(number), averages, count
+        params, velocity, averages, count, loss = step(*given)
+    return leaves_of(params, averages, loss)
 
 
 def scattering_loop(step):
