@@ -48,30 +48,38 @@ def command_of_page():
     return words
 
 
-def test_the_command_of_the_page_finds_one_training(environment, tmp_path):
-    """Its variants are clean; without the sum of `pmap`, the gradients are not all-reduced."""
+def verdicts(words, environment):
+    """Returns name → record of each variant."""
+    result = subprocess.run(
+        [*words, "--json"], cwd=ROOT, env=environment, check=False, capture_output=True, text=True,
+        timeout=500,
+    )  # fmt: skip
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)["trainings"]
+
+
+def test_the_command_of_the_page_finds_one_training(environment):
+    code, found = verdicts(command_of_page(), environment)
+    assert code == 0 and {*found} == {"ddp", "jit", "pmap", "keras"}
+    for name, verdict in found.items():
+        assert (verdict["status"], verdict["place"]) == ("clean", None), name
+        nodes = {node for node, each in verdict["nodes"].items() if each != "not measured"}
+        assert {"examples", "sum", "update"} <= nodes, name
+
+
+def test_without_the_sum_of_pmap_it_is_not_all_reduced(environment, tmp_path):
     source = (ROOT / "frameworks" / "jax_lenet.py").read_text("utf-8")
     line = "        grads = jax.lax.pmean(grads, axis)\n"
     assert source.count(line) == 1
     for name in ("common.py", "jax_models.py"):
         (tmp_path / name).write_text((ROOT / "frameworks" / name).read_text("utf-8"), "utf-8")
-    wrong = tmp_path / "jax_lenet.py"
-    wrong.write_text(source.replace(line, ""), "utf-8")
-    words = command_of_page()
+    (tmp_path / "jax_lenet.py").write_text(source.replace(line, ""), "utf-8")
+    words, wrong = command_of_page(), str(tmp_path / "jax_lenet.py")
+    start = words.index("--variant")
     (pmap,) = (word for word in words if word.startswith("pmap="))
-    pmap = pmap.replace("pmap=", "wrong=", 1).replace("frameworks/jax_lenet.py", str(wrong))
-    result = subprocess.run(
-        [*words, "--variant", pmap, "--json"], cwd=ROOT, check=False, capture_output=True,
-        env=environment | {"PYTHONPATH": str(ROOT)}, text=True, timeout=500,
-    )  # fmt: skip
-    assert result.returncode == 9, result.stderr
-    found = json.loads(result.stdout)["trainings"]
-    assert found.pop("wrong")["name"] == "not_all_reduced"
-    assert {*found} == {"ddp", "jit", "pmap", "keras"}
-    for name, verdict in found.items():
-        assert (verdict["status"], verdict["place"]) == ("clean", None), name
-        nodes = {node for node, each in verdict["nodes"].items() if each != "not measured"}
-        assert {"examples", "sum", "update"} <= nodes, name
+    words[start:] = ["--variant", pmap.replace("frameworks/jax_lenet.py", wrong)]
+    code, found = verdicts(words, environment | {"PYTHONPATH": str(ROOT)})
+    assert code == 9 and found["pmap"]["name"] == "not_all_reduced"
 
 
 def test_the_first_verdict_is_that_of_the_readme():

@@ -355,9 +355,9 @@ def case_scans():
     """What is kept in each iteration of a scan is that of one call with all examples, in order."""
     given = {"arguments": WITHOUT_KEY, "steps": 1}
     plain = loop(scanned_step("rows"))
-    for order in ("once", "rows", "columns", "whole", "each"):
-        record(order, scanned_step(order), **given)
-    assert is_equal(record("rows", scanned_step("rows"), **given), plain)
+    orders = ("once", "rows", "columns", "whole", "each")
+    bits = {order: record(order, scanned_step(order), **given) for order in orders}
+    assert is_equal(bits["rows"], plain)
     once = Trace("once")
     (x, y), (right,), (gradient,) = (once.get(1, kind) for kind in ("data", "y_pred", "y_grad"))
     assert once.about["modules"] == ["inputs", "hidden", "deep[0]", "deep[1]"]

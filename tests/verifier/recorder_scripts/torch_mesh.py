@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,14 +42,10 @@ def batch(step, data=(0, 1)):
     return [each.chunk(data[1])[data[0]] for each in (x, y)]
 
 
-def train_part(model, path, data=(0, 1), finish=None, part=None, loss_of=F.mse_loss, **options):
-    """Trains three steps; `finish` is called after backward, `part` cuts each batch."""
-
+def train_part(model, path, data=(0, 1), loss_of=F.mse_loss, **options):
     def steps_of(model, optimizer, step):
-        x, y = map(part or (lambda whole: whole), batch(step, data))
+        x, y = batch(step, data)
         loss_of(model(x), y).backward()
-        if finish:
-            finish(model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -67,14 +64,11 @@ def assert_same_as_one(name):
     return trace
 
 
-def placements(trace, kind):
-    """Returns the placements of arrays by the names of variables or weights."""
-    names = trace.about["gradients"]
-    if kind in ("before", "after"):
-        names = [variable["name"] for variable in trace.about["variables"]]
+def placements(trace):
+    """Returns the placements of variables before the step by their names."""
+    names = [variable["name"] for variable in trace.about["variables"]]
     texts = trace.about["placements"]
-    found = {name: texts.get(f"{kind}/{index}") for index, name in enumerate(names)}
-    return {name: text for name, text in found.items() if text is not None}
+    return {name: texts.get(f"before/{index}") for index, name in enumerate(names)}
 
 
 def meshes(*names):
@@ -108,7 +102,7 @@ def case_dtensors():
     assert all(map(torch.equal, *found))
     assert trace.about["mesh"] == {"dp": 2, "tp": 2} and trace.about["data_axes"] == ["dp"]
     assert (trace.about["num_replicas"], trace.abouts[3]["ranks"]) == (2, [3])
-    of_weights = placements(trace, "before")
+    of_weights = placements(trace)
     assert of_weights["fused.weight"] == "d0[tp,dp] d1" and of_weights["norm.bias"] == "d0[dp]"
     assert of_weights["down.weight"] == "d0[dp] d1[tp]"
     shapes = [trace.kind("after", 2, rank)["last.weight"].shape for rank in range(4)]
@@ -130,3 +124,48 @@ def case_parts_that_are_not_said():
     model = nn.Linear(2, 2)
     fully_shard(model, mesh=both[dist.get_rank() // 2])
     refused("mesh: has 2 of 4 processes", record_torch.record, "x.npz", model, adamw(model))
+
+
+class Stage(nn.Module):
+    """Half of the layers, under their names in the whole model, or under others."""
+
+    def __init__(self, stage):
+        super().__init__()
+        whole = Network()
+        if stage == 0:
+            self.norm, self.fused = whole.norm, whole.fused
+        else:
+            self.below, self.last = whole.down, whole.last
+
+    def forward(self, x):
+        if hasattr(self, "norm"):
+            return F.gelu(self.fused(self.norm(x)))
+        return self.last(self.below(x))
+
+
+def case_pipeline():
+    """Examples are recorded on the first stage, the loss on the last."""
+    mesh = meshes("dp", "pp")
+    stage, group = mesh.get_local_rank("pp"), mesh["pp"].get_group()
+    names = {"below.weight": "down.weight", "below.bias": "down.bias"}
+    model = Stage(stage)
+    fully_shard(model, mesh=mesh["dp"])
+    pipeline = PipelineStage(model, stage, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(pipeline, 2, loss_fn=F.mse_loss)
+
+    def steps_of(model, optimizer, step):
+        x, y = batch(step, (mesh.get_local_rank("dp"), 2))
+        schedule.step(x) if stage == 0 else schedule.step(target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options = {"names": names, "steps": 3, "mesh": mesh, "replay": ONE}
+    train(model, adamw(model), "stages.npz", steps_of, 3, **options)
+    trace = assert_same_as_one("stages")
+    keys = [key.split("/") for key in trace.arrays]
+    kinds = [{kind for _, kind, rank, *_ in keys if rank == str(number)} for number in range(4)]
+    assert kinds[0] == kinds[2] and kinds[1] == kinds[3]
+    assert kinds[0] ^ kinds[1] == {"data", "loss", "y_pred", "y_grad"}
+    assert "data" in kinds[0] and "sums" in kinds[0] and "sums" in kinds[1]
+    assert trace.about["micro_batches"] == [2, 2, 2]
+    assert trace.abouts[1]["names"] == names and trace.abouts[0]["names"] == {}
