@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from cases.runner import Server
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[2]
 INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
+PROCESSES = {"torch_ranks": 2, "torch_mesh": 4}  # Script of cases → their ranks, if several.
 MODULES = {  # Framework → what its scripts import.
     "torch": ("numpy", "torch", "torch.distributed.fsdp", "lockstep.record_torch"),
     "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
@@ -89,9 +91,18 @@ class Scripts:
         return code, log.read_text("utf-8")
 
 
-def run_cases(package, folder, *kinds):
-    """Runs cases of the script of a framework, and asserts that their checks hold."""
-    done = run_script(package, FOLDER / f"{package}_cases.py", folder, *kinds, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert [f"all of {kind}" in done.stdout for kind in kinds] == [True] * len(kinds)
-    return done
+def cases_of(package):
+    """Returns parameters with script and name, for each function `case_…` of a framework."""
+    found = []
+    for path in sorted(FOLDER.glob(f"{package}_*.py")):
+        names = re.findall(r"^def case_(\w+)", path.read_text("utf-8"), re.M)
+        marks = [pytest.mark.slow] if PROCESSES.get(path.stem, 1) > 2 else []
+        found += [pytest.param(path.stem, name, id=name, marks=marks) for name in names]
+    return found
+
+
+def run_case(scripts, package, script, name, folder):
+    """Runs a case of a script, and asserts that its checks hold."""
+    words, processes = ("case.py", script, name), PROCESSES.get(script, 1)
+    code, printed = scripts(package, *words, folder=folder, processes=processes)
+    assert code == 0, f"exit code {code}: {printed[-3000:]}"

@@ -55,10 +55,3 @@ def node_of(verdict):
     """Returns the node of a fault; "" if the training is the reference."""
     assert verdict.ok or verdict.status == "fault", str(verdict)
     return "" if verdict.ok else verdict.place.node
-
-
-def run_cases(cases, *arguments):
-    """Runs the cases one after another, with their names; the first error ends it."""
-    for case in cases:
-        print(case.__name__, flush=True)
-        case(*arguments)

@@ -20,6 +20,7 @@ from torch_training import *
 
 def evaluated(model, optimizer, step):
     """Trains one step, halves the learning rates, and calls the model without training."""
+    record_torch.note("ids", np.arange(12) + 100 * step)
     plain(model, optimizer, step)
     for group in optimizer.param_groups:
         group["lr"] /= 2
@@ -47,7 +48,7 @@ def case_format():
     check_about(trace.about)
     kinds = {key.split("/")[1] for key in trace.arrays}
     expected = {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
-    assert kinds == {*expected, "y_pred", "y_grad"}
+    assert kinds == {*expected, "y_pred", "y_grad", "ids"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
     check_arrays(trace)
     verdict = compare("format.npz", "format.npz")
@@ -56,23 +57,19 @@ def case_format():
 
 def check_about(about):
     weights = ["0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"]
-    assert (
-        about.items()
-        >= {
-            **{"format": "lockstep trace", "version": 2, "framework": "torch", "num_replicas": 1},
-            **{"replicas": [0], "steps": [0, 2], "reduction": "", "order": "reduce, clip"},
-            **{"wrapper": "", "data_layout": "NCHW", "permuted": None, "replayed": None},
-            **{"micro_batches": [1, 1], "gradients": weights},
-        }.items()
-    )
+    expected = {
+        **{"format": "lockstep trace", "version": 2, "framework": "torch", "num_replicas": 1},
+        **{"replicas": [0], "steps": [0, 2], "reduction": "", "order": "reduce, clip"},
+        **{"wrapper": "", "data_layout": "NCHW", "permuted": None, "replayed": None},
+        **{"micro_batches": [1, 1], "gradients": weights},
+    }
+    assert about.items() >= expected.items()
     described = {v["name"]: v for v in about["variables"]}
     assert described["0.weight"] == {"name": "0.weight", "kind": "weight", "layout": "OIHW"}
     assert described["4.weight"]["layout"] == "OI" and described["4.bias"]["layout"] == ""
     assert described["1.num_batches_tracked"]["kind"] == "statistic"
-    assert described["4.bias/exp_avg"] == {
-        **{"name": "4.bias/exp_avg", "kind": "optimizer state", "layout": ""},
-        **{"of": "4.bias", "slot": "exp_avg"},
-    }
+    state = {"kind": "optimizer state", "layout": "", "of": "4.bias", "slot": "exp_avg"}
+    assert described["4.bias/exp_avg"] == {"name": "4.bias/exp_avg", **state}
     convolution, norm, dropout, dense = about["layers"]
     settings = {"class": "Conv2d", "strides": [2, 2], "padding": [0, 0], "weights": weights[:2]}
     assert convolution.items() >= settings.items()
@@ -90,6 +87,7 @@ def check_about(about):
 
 def check_arrays(trace):
     assert trace.kind("data")["0"].shape == (12, 1, 8, 8)
+    assert trace.kind("ids", 2)["0"].tolist() == [*range(200, 212)]
     assert trace.kind("random")["0"].dtype == np.uint8
     assert not np.array_equal(trace.kind("random")["0"], trace.kind("random_after")["0"])
     assert trace.kind("loss")["0"].shape == () and trace.kind("loss")["0"] > 0
@@ -103,34 +101,8 @@ def check_arrays(trace):
     assert (before["1.num_batches_tracked"], after["1.num_batches_tracked"]) == (0, 1)
 
 
-def case_masks():
-    """Whole numbers of outputs are recorded."""
-
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            masks.append(torch.rand(len(x), 3) > 0.5)
-            return self.layer(x * masks[-1]), masks[-1], len(x)
-
-    model, masks = Masked(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with record_torch.record("masks.npz", model, optimizer, steps=2):
-        for _ in range(3):
-            output, _, _ = model(torch.randn(4, 3))
-            optimizer.zero_grad()
-            output.square().mean().backward()
-            optimizer.step()
-    trace = Trace("masks")
-    for step in (0, 1):
-        own = trace.kind("y_other", step)
-        assert [*own] == ["0"] and np.array_equal(own["0"], masks[step].numpy())
-
-
-def case_bits():
-    """Recording changes no bit, also of a compiled model; a weight has its name there."""
+def case_no_bit_changes():
+    """Also of a compiled model; a weight has its name there."""
     for dropout, compiles, options in (
         (0.3, False, {}), (0.3, False, {"steps": [1]}), (0.0, True, {}),
     ):  # fmt: skip
@@ -142,6 +114,10 @@ def case_bits():
         assert is_equal(bits, train(other, adamw(other)))
         trace = Trace("bits")
         assert trace.about["gradients"][0] == "0.weight" and trace.get(1, "data")
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
 
 
 class Parts(nn.Module):
@@ -162,10 +138,10 @@ def case_gradients():
     assert set(trace.kind("raw")) == set(trace.kind("clipped")) == {"used.weight", "used.bias"}
     assert {"unused.weight", "frozen.weight"} <= set(trace.kind("after"))
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten())
-    raw = of_sum("sparse", model, torch.tensor([[1, 2], [2, 7]])).kind("raw")
+    raw = of_sum("sparse", model, torch.tensor([[1, 2], [2, 7]]), optimizer=sgd).kind("raw")
     assert sorted(raw["0.weight/indices"].tolist()) == [1, 2, 2, 7]
     assert raw["0.weight/values"].shape == (4, 3) and raw["0.weight/rows"] == 10
-    assert "0.weight" not in raw
+    assert "0.weight" not in raw and compare("sparse.npz", "sparse.npz").ok
     first, again = (
         of_sum(name, nn.Linear(5, 5).bfloat16(), torch.ones(4, 5).to(torch.bfloat16), 2, **options)
         for name, options in (("short", {}), ("short_again", {"replay": "short.npz"}))
@@ -174,30 +150,45 @@ def case_gradients():
     assert first.kind("after")["weight"].dtype == np.float32
 
 
-class TwoHeads(nn.Module):
-    """Returns two outputs, the second in a nest."""
+class Several(nn.Module):
+    """Returns an output, a mask and another output in a nest; it has rotations, as of RoPE."""
 
-    def __init__(self):
+    def __init__(self, turned=0):
         super().__init__()
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 2)
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 2)
+        angles = torch.arange(2.0) + turned
+        self.register_buffer("rotations", torch.polar(torch.ones(2), angles))
+        self.masks = []
 
     def forward(self, x):
-        return [self.first(x), [self.second(x)]]
+        pairs = torch.view_as_complex(self.first(x).unflatten(1, (-1, 2))) * self.rotations
+        self.masks.append(torch.rand(len(x), 3) > 0.5)
+        return [torch.view_as_real(pairs).flatten(1), self.masks[-1], [self.second(x), len(x)]]
 
 
 def case_outputs():
-    """The loss uses the first output only; two forward passes."""
+    """The loss uses the first of several outputs; whole numbers are recorded, too."""
 
     def steps_of(model, optimizer, step):
         for _ in range(2):
             model(torch.ones(4, 5))[0].sum().backward()
         optimizer.step()
 
-    trace = recorded("outputs", TwoHeads(), adamw, steps_of, 1, steps=1)
+    model = Several()
+    trace = recorded("outputs", model, adamw, steps_of, 1, steps=1)
     y_pred, y_grad = (trace.kind(kind) for kind in ("y_pred", "y_grad"))
     assert [len(x) for x in y_pred.values()] == [4] * 4
     assert not y_grad["1"].any() and not y_grad["3"].any()
     assert (y_grad["0"] == 1).all() and (y_grad["2"] == 1).all()
+    masks = [*trace.kind("y_other").values()]
+    assert len(masks) == 2 and all(map(np.array_equal, masks, model.masks))
+    # A complex buffer, as of RoPE, is recorded and replayed.
+    model = Several(turned=1)
+    recorded("turned", model, adamw, steps_of, 1, steps=1, replay="outputs.npz")
+    assert torch.allclose(model.rotations.angle(), torch.arange(2.0), atol=1e-6)
+    place = compare("outputs.npz", "turned.npz").place
+    assert (place.node, place.tensors) == ("start", ("rotations",))
 
 
 class OnGpu:
@@ -232,83 +223,60 @@ def case_errors():
     model, larger, in_zero = network(), nn.Linear(7, 5), nn.Linear(7, 5)
     in_zero.weight._hp_mapping = None  # As DeepSpeed marks weights.
     own, other = adamw(model), adamw(larger)
+    recorded("first", num_steps=1, steps=1)
     pathlib.Path("damaged.npz").write_bytes(b"damaged")
-    with np.load("first.npz") as file:
-        np.savez("later.npz", about=str(file["about"]).replace('"version": 2', '"version": 3'))
-    first = {"replay": "first.npz"}
-    shards = "must be 'each', with replay= and in one process"
+    first, average = {"replay": "first.npz"}, {"4": {"bias": torch.ones(5)}}
+    sharded = type("FullyShardedDataParallel", (nn.Module,), {})()
     for expected, model_of, optimizer, options in (
-        ("model: DataParallel is not recorded; use DistributedDataParallel",
-         nn.DataParallel(model), own, {}),
-        ("model: weight is torch.complex64, which cannot be recorded; keep its real and imaginary",
-         nn.Linear(2, 2, dtype=torch.complex64), own, {}),
-        ("model: FullyShardedDataParallel is not recorded; use fully_shard (FSDP2)",
-         type("FullyShardedDataParallel", (nn.Module,), {})(), own, {}),
-        ("model: DeepSpeed's ZeRO is not recorded; use stage 0, or fully_shard", in_zero, own, {}),
-        ("optimizer: updates no weight of the model: it is that of another one", larger, own, {}),
-        ("steps=[-1]: must be numbers from 0", model, own, {"steps": [-1]}),
-        ("steps=0: must be numbers from 0", model, own, {"steps": 0}),
-        ("steps=10000000000: must be numbers from 0, or at most 100,000 steps", model, own,
-         {"steps": 10**10}),
-        ("steps='a': must be numbers from 0", model, own, {"steps": "a"}),
-        ("steps=[0.5]: must be numbers from 0", model, own, {"steps": [0.5]}),
+        ("model: DataParallel is not recorded", nn.DataParallel(model), own, {}),
+        ("model: weight is torch.complex64", nn.Linear(2, 2, dtype=torch.complex64), own, {}),
+        ("model: FullyShardedDataParallel is not recorded", sharded, own, {}),
+        ("model: DeepSpeed's ZeRO is not recorded", in_zero, own, {}),
+        ("optimizer: updates no weight of the model", larger, own, {}),
+        ("steps=[-1]: ", model, own, {"steps": [-1]}),
+        ("steps=0: ", model, own, {"steps": 0}),
+        ("steps=10000000000: ", model, own, {"steps": 10**10}),
+        ("steps='a': ", model, own, {"steps": "a"}),
+        ("steps=[0.5]: ", model, own, {"steps": [0.5]}),
         ("steps=[1]: must be numbers from 2", model, own, {"steps": [1], "first_step": 2}),
-        ("first_step=-1: must be a number from 0", model, own, {"first_step": -1}),
-        ("others: have names of the model's own weights", model, own,
-         {"others": {"4": {"bias": torch.ones(5)}}}),
-        ("replay=first.npz: lacks steps [9]; it has [", model, own, {"steps": [9], **first}),
-        ("replay=absent.npz: does not exist, nor does absent.rank0.npz; pass", model, own,
-         {"replay": "absent.npz"}),
-        ("replay=later.npz: has the format version 3, and this version of", model, own,
-         {"replay": "later.npz"}),
-        ("replay=damaged.npz: is no .npz file or is damaged", model, own,
-         {"replay": "damaged.npz"}),
-        ("replay=first.npz: no weight fits weight (5, 7); it has 0.weight (4, 1, 2, 2)", larger,
-         other, {"steps": [0], **first}),
-        ("replay=first.npz: no weight fits 1.bias (4,); it has 0.weight", model, own,
+        ("first_step=-1: ", model, own, {"first_step": -1}),
+        ("others: have names of the model's own weights", model, own, {"others": average}),
+        ("replay=first.npz: lacks steps [9]", model, own, {"steps": [9], **first}),
+        ("replay=absent.npz: does not exist", model, own, {"replay": "absent.npz"}),
+        ("replay=damaged.npz: is no .npz file", model, own, {"replay": "damaged.npz"}),
+        ("replay=first.npz: no weight fits weight (5, 7)", larger, other, {"steps": 1, **first}),
+        ("replay=first.npz: no weight fits 1.bias (4,)", model, own,
          {"steps": [0], "names": {"1.bias": "4.weight"}, **first}),
-        (f"shards='each': {shards}", model, own, {"shards": "each"}),
-        (f"shards='all': {shards}", model, own, {"shards": "all", **first}),
+        ("shards='each': must be", model, own, {"shards": "each"}),
+        ("shards='all': must be", model, own, {"shards": "all", **first}),
     ):  # fmt: skip
         refused(expected, record_torch.record, "x.npz", model_of, optimizer, **options)
     for path in ("x.npy", "nowhere/x.npz"):
-        expected = f"{path}: must be an .npz file in a folder that exists"
-        refused(expected, record_torch.record, path, model, own)
-
-
-def case_missing_functions():
-    """A function that is observed and does not exist would hide a call."""
-    model, clipping = Halves(), nn.utils.clip_grad
-    original = clipping._clip_grads_with_norm_
-    del clipping._clip_grads_with_norm_
-    try:
-        expected = f"record_torch: PyTorch {torch.__version__} has no {clipping.__name__}."
-        expected += "_clip_grads_with_norm_, which is observed"
-        refused(expected, record_torch.record, "x.npz", model, momentum(model))
-    finally:
-        clipping._clip_grads_with_norm_ = original
+        refused(f"{path}: must be an .npz", record_torch.record, path, model, own)
+    # Two optimizers have state of a weight: the script must say which one trains.
+    optimizers = [momentum(model), momentum(model)]
+    for optimizer in optimizers:
+        plain(model, optimizer, 0)
+    text = "optimizer: 2 optimizers have state of 0.weight"
+    refused(text, record_torch.record, "x.npz", model)
+    record_torch.record("x.npz", model, optimizers[1])
 
 
 def case_versions():
     """A PyTorch that is too old is refused: when the recorder is imported, or for a model."""
-    own, here = torch.__version__, f"file://{os.getcwd()}/alone"
+    here = f"file://{os.getcwd()}/alone"
     dist.init_process_group("gloo", init_method=here, rank=0, world_size=1)
     sharded = nn.Sequential(nn.Linear(4, 2))
     fully_shard(sharded)
-    recorders = [name for name in sys.modules if name.startswith("lockstep.record")]
-    loaded = {name: sys.modules.pop(name) for name in recorders}
-    try:
-        torch.__version__ = "2.5.1+cu124"
-        expected = "record_torch: PyTorch 2.5.1+cu124, needs 2.6 or newer"
-        refused(expected, importlib.import_module, "lockstep.record_torch")
-        torch.__version__ = "2.6.0"
-        importlib.import_module("lockstep.record_torch")
-        torch.__version__ = "2.7.1"
-        expected = "model: fully_shard of PyTorch 2.7.1; needs 2.8 or newer"
-        refused(expected, record_torch.record, "x.npz", sharded, momentum(sharded))
-        torch.__version__ = "2.8.0"
-        record_torch.record("x.npz", sharded, momentum(sharded))
-    finally:
-        torch.__version__ = own
-        sys.modules.update(loaded)
-        dist.destroy_process_group()
+    for name in [name for name in sys.modules if name.startswith("lockstep.record")]:
+        del sys.modules[name]
+    torch.__version__ = "2.5.1+cu124"
+    expected = "record_torch: PyTorch 2.5.1+cu124, needs 2.6 or newer"
+    refused(expected, importlib.import_module, "lockstep.record_torch")
+    torch.__version__ = "2.6.0"
+    importlib.import_module("lockstep.record_torch")
+    torch.__version__ = "2.7.1"
+    expected = "model: fully_shard of PyTorch 2.7.1; needs 2.8 or newer"
+    refused(expected, record_torch.record, "x.npz", sharded, momentum(sharded))
+    torch.__version__ = "2.8.0"
+    record_torch.record("x.npz", sharded, momentum(sharded))

@@ -1,7 +1,7 @@
-"""Cases of PyTorch: several optimizers and models, and averages of weights."""
+"""Cases of PyTorch: rules of optimizers, several optimizers and models, averages of weights."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
-import functools
+import dataclasses
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep import compare, record_torch
+from lockstep.oracles.rules import rule_of, updated
 from recording import Trace
 from torch_training import *
 
@@ -28,32 +29,23 @@ class Several:
             each.step()
 
 
-def of_both(model, rate=0.01):
+def of_both(model):
     """Returns an optimizer for each half."""
     first = torch.optim.SGD(model.first.parameters(), 0.1, momentum=0.9)
-    return first, torch.optim.AdamW(model.second.parameters(), rate)
-
-
-def train_halves(path, rate=0.01, given=lambda both: None, **options):
-    model = Halves()
-    both = of_both(model, rate)
-    return train(model, Several(*both), path, plain, 3, given=given(both), **options)
-
-
-def check_rates(train_one):
-    """Checks that the same training is clean, and one with another learning rate is not."""
-    train_one("one.npz")
-    train_one("same.npz", replay="one.npz")
-    assert compare("one.npz", "same.npz").ok
-    train_one("wrong.npz", rate=0.02, replay="one.npz")
-    assert node_of(compare("one.npz", "wrong.npz")) == "update"
+    return first, torch.optim.AdamW(model.second.parameters(), 0.01)
 
 
 def case_two_optimizers():
     """Both are seen, also those that are not passed; each weight has the rule of its own."""
+
+    def train_halves(path, given=lambda both: None, **options):
+        model = Halves()
+        both = of_both(model)
+        return train(model, Several(*both), path, plain, 3, given=given(both), **options)
+
     bits, expected = train_halves(None), None
     for given in (lambda both: None, list, lambda both: both[0], lambda both: both[1]):
-        assert is_equal(bits, train_halves("halves.npz", given=given, steps=[0, 2]))
+        assert is_equal(bits, train_halves("halves.npz", given, steps=[0, 2]))
         trace = Trace("halves")
         expected = expected or trace
         assert_equal(trace.arrays, expected.arrays)
@@ -65,38 +57,49 @@ def case_two_optimizers():
     before, after = trace.kind("before"), trace.kind("after")
     assert {"first.bias/momentum_buffer", "second.bias/exp_avg"} <= after.keys()
     assert all(not np.array_equal(before[name], after[name]) for name in trace.about["gradients"])
-    check_rates(train_halves)
 
 
-def case_two_rates():
-    """Settings tell twice the learning rate from two updates."""
-    train_halves("one.npz")
-    train_halves("wrong.npz", rate=0.02)
-    verdict = compare("one.npz", "wrong.npz")
-    assert verdict.name == "other_learning_rate", str(verdict)
+def in_bfloat16(array):
+    return torch.tensor(array).bfloat16().double().numpy()
 
 
-def case_rmsprop():
-    """Its update is compared, with and without momentum, and also centered."""
-    for options in ({}, {"momentum": 0.9, "weight_decay": 0.1}, {"centered": True}):
+def train_with_muon(name, adjust_lr_fn, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4, bias=False), nn.Linear(4, 5, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), 0.02, 1.0, adjust_lr_fn=adjust_lr_fn)
 
-        def train_one(path, rate=0.01, options=options, **given):
-            model = Halves()
-            optimizer = torch.optim.RMSprop(model.parameters(), rate, **options)
-            return train(model, optimizer, path, plain, 3, **given)
+    def steps_of(model, optimizer, step):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x.flatten(1)), y).backward()
+        optimizer.step()
 
-        check_rates(train_one)
+    train(model, optimizer, f"{name}.npz", steps_of, 3, **options)
+    return Trace(name)
 
 
-def case_ambiguous_optimizers():
-    """Two optimizers have state of a weight: the script must say which one trains."""
-    model = Halves()
-    optimizers = [momentum(model), momentum(model)]
-    for optimizer in optimizers:
-        plain(model, optimizer, 0)
-    text = "optimizer: 2 optimizers have state of first.weight; pass those that train the model"
-    refused(text, record_torch.record, "x.npz", model)
-    record_torch.record("x.npz", model, optimizers[1])
+def case_muon():
+    """What it computes is its rule; another scale of its learning rate is another update."""
+    for scale, other in (("original", "match_rms_adamw"), ("match_rms_adamw", "original")):
+        trace = train_with_muon("muon", scale)
+        (group,) = trace.about["settings"][2]
+        rule = rule_of(trace.about["optimizer"], group)
+        assert (rule.family, rule.learning_rate, rule.rate_of_shape) == ("Muon", 0.02, scale)
+        before, gradients, after = (trace.kind(kind, 2) for kind in ("before", "clipped", "after"))
+        for name in ("0.weight", "1.weight"):
+            slot = f"{name}/momentum_buffer"
+            state, moved = {"velocity": before[slot]}, after[name] - before[name]
+            for changes in ({}, {"nesterov": False}, {"ns_steps": 4}, {"weight_decay": 0.1}):
+                own = dataclasses.replace(rule, **changes)
+                found = updated(own, before[name], gradients[name], state, near=in_bfloat16)
+                np.testing.assert_allclose(found["velocity"], after[slot], rtol=1e-5, atol=1e-9)
+                error = np.linalg.norm(found["weight"] - after[name]) / np.linalg.norm(moved)
+                assert (error < 0.05) == (not changes), (changes, error)  # bfloat16: up to 0.024.
+        train_with_muon("same", scale, replay="muon.npz")
+        assert compare("muon.npz", "same.npz").ok
+        train_with_muon("other", other, replay="muon.npz")
+        verdict = compare("muon.npz", "other.npz")
+        assert (node_of(verdict), verdict.place.step) == ("update", 0), str(verdict)
 
 
 def case_nested():
@@ -141,26 +144,22 @@ def case_optimizers_in_turns():
     for steps_of, expected in (
         (in_turns, [["SGD"], ["AdamW"]] * 2), (in_one_pass, [["SGD", "AdamW"]] * 4),
     ):  # fmt: skip
-
-        def train_one(path, rate=0.01, steps_of=steps_of, **options):
+        bits = []
+        for path in (None, "turns.npz"):
             model = Halves()
-            both = of_both(model, rate)
-            return train(model, both, path, steps_of, given=None, steps=4, **options)
-
-        assert is_equal(train_one(None), train_one("turns.npz"))
+            bits.append(train(model, of_both(model), path, steps_of, given=None, steps=4))
+        assert is_equal(*bits)
         about = Trace("turns").about
         kinds = [[group["optimizer"] for group in each] for each in about["settings"]]
         assert about["steps"] == [0, 1, 2, 3] and kinds == expected
-        check_rates(train_one)
 
 
-def train_in_backward(path, every=1, **options):
+def train_in_backward(path, **options):
     """Trains with an optimizer for each weight, which steps in a hook of the backward pass."""
     model = Halves()
     optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
 
     def hook(p):
-        p.grad *= every
         optimizers[p].step()
         p.grad = None
 
@@ -184,103 +183,35 @@ def case_optimizers_in_backward():
     train(model, momentum(model), "after.npz", plain, 3, steps=2)
     train_in_backward("again.npz", replay="after.npz")
     assert compare("after.npz", "again.npz").ok
-    train_in_backward("wrong.npz", every=2, replay="after.npz")
-    assert not compare("after.npz", "wrong.npz").ok
 
 
-def train_with_average(path, keep=0.9, is_mapping=True, **options):
-    """Trains, and averages the weights after each update, in a mapping or in a model."""
-    model, other = Halves(), Halves()
-    mapping = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def steps_of(model, optimizer, step):
-        plain(model, optimizer, step)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                mapping[name] = keep * mapping[name] + (1 - keep) * p.detach()
-                own = other.get_parameter(name)
-                own.copy_(keep * own + (1 - keep) * p)
-
-    average = {"ema": mapping if is_mapping else other}
-    train(model, momentum(model), path, steps_of, 3, others=average, **options)
-
-
-def case_averages_of_weights():
-    """An average belongs to the training: to each step, also to the last one."""
-    for is_mapping in (True, False):
-        train_with_average("average.npz", is_mapping=is_mapping)
-        trace = Trace("average")
-        before, after = (trace.kind(kind, 2)["ema.first.bias"] for kind in ("before", "after"))
-        expected = 0.9 * before + 0.1 * trace.kind("after", 2)["first.bias"]
-        np.testing.assert_allclose(after, expected, rtol=1e-6)
-        options = {"is_mapping": is_mapping, "replay": "average.npz"}
-        train_with_average("again.npz", **options)
-        assert compare("average.npz", "again.npz").ok
-        train_with_average("wrong.npz", keep=0.8, **options)
-        verdict = compare("average.npz", "wrong.npz")
-        assert node_of(verdict) == "update", str(verdict)
-        assert all(name.startswith("ema.") for name in verdict.place.tensors), verdict.place
-
-
-def train_adversaries(path, order=None, rate=0.01, turns=0, **options):
-    """Updates a critic, then a generator, whose backward pass also adds to the critic's gradients.
-
-    Args:
-        path: of the recording.
-        order: of the examples; another one moves the last bits.
-        rate: learning rate of the critic.
-        turns: of the critic for each of the generator, of both optimizers and models; 0 for one
-            turn, of what has both models and one of the optimizers.
-    """
+def train_adversaries(path, turns, **options):
+    """Updates a critic a number of times, then a generator."""
     torch.manual_seed(0)
-    made, critic = nn.Linear(5, 8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
-    of_critic = torch.optim.Adam(critic.parameters(), rate)
-    of_made = torch.optim.Adam(made.parameters(), 0.01)
-    both = nn.ModuleDict({"made": made, "critics": nn.ModuleList([critic])})
-    models, given = ([made, critic], (of_made, of_critic)) if turns else (both, of_critic)
-    order = torch.arange(40) if order is None else order
-    x, z = torch.randn(10, 40, 8)[:, order], torch.randn(10, 40, 5)[:, order]
-
-    with record_torch.record(path, models, given, **{"steps": 10 if turns else 20, **options}):
-        for step in range(10):
+    made, critic = nn.Linear(5, 8), nn.Linear(8, 1)
+    models = nn.ModuleDict({"made": made, "critics": nn.ModuleList([critic])})
+    optimizers = [torch.optim.Adam(each.parameters(), 0.01) for each in (made, critic)]
+    x, z = torch.randn(6, 4, 8), torch.randn(6, 4, 5)
+    with record_torch.record(path, models, optimizers, **options):
+        for step in range(6):
             made_ones = made(z[step])
-            for _ in range(turns or 1):
-                of_critic.zero_grad()
+            for _ in range(turns):
+                optimizers[1].zero_grad()
                 outputs = critic(x[step]), critic(made_ones.detach())
                 (F.softplus(-outputs[0]).mean() + F.softplus(outputs[1]).mean()).backward()
-                of_critic.step()
-            of_made.zero_grad()
-            F.softplus(-critic(made_ones if turns else made(z[step]))).mean().backward()
-            of_made.step()
-    return [x.clone() for x in both.state_dict().values()]
+                optimizers[1].step()
+            optimizers[0].zero_grad()
+            F.softplus(-critic(made_ones)).mean().backward()
+            optimizers[0].step()
+    return [*models.parameters()]
 
 
 def case_several_models():
-    """A step has an update of each optimizer, and begins before the first model is called."""
-    assert is_equal(train_adversaries(None, turns=1), train_adversaries("rounds.npz", turns=1))
-    trace = Trace("rounds")
-    assert trace.about["steps"] == [*range(10)] and trace.about["micro_batches"] == [4] * 10
-    assert {name[0] for name in trace.kind("clipped", 3)} == {"0", "1"}
-    check_rates(functools.partial(train_adversaries, turns=1))
-    # One optimizer that updates twice before the other: each update is a step, once this is seen.
-    for path, options in (("turns.npz", {}), ("again.npz", {"replay": "turns.npz"})):
-        train_adversaries(path, turns=2, steps=[0, *range(2, 9)], **options)
-    found = [{name[0] for name in Trace("turns").kind("clipped", step)} for step in (0, 2, 3)]
-    assert found == [{"1"}, {"0"}, {"1"}] and compare("turns.npz", "again.npz").ok
-
-
-def case_two_parts_in_turns():
-    """Each step begins at the first call of a part, and has the weights that its optimizer has."""
-    train_adversaries("adversaries.npz")
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    train_adversaries("same.npz", order, replay="adversaries.npz")
-    one, same = Trace("adversaries"), Trace("same")
-    assert one.about["steps"] == same.about["steps"] == [*range(20)]
-    ends = [[trace.kind("after", step) for step in range(20)] for trace in (one, same)]
-    pairs = zip(*ends, strict=True)
-    assert any(not np.array_equal(a[name], b[name]) for a, b in pairs for name in a)
-    for step in range(20):
-        assert_equal(one.kind("before", step), same.kind("before", step))
-        found = {name.split(".")[0] for name in one.kind("clipped", step)}
-        assert found == {"made" if step % 2 else "critics"}, (step, found)
-    check_rates(train_adversaries)
+    """A step has an update of each optimizer; if one updates twice before, each update is one."""
+    for turns, steps in ((1, [0, 1, 2]), (2, [0, 2, 3])):
+        bits = train_adversaries("turns.npz", turns, steps=steps)
+        assert is_equal(bits, train_adversaries(None, turns))
+        trace = Trace("turns")
+        parts = [{name.partition(".")[0] for name in trace.kind("clipped", s)} for s in steps]
+        both = {"made", "critics"}
+        assert parts == ([both] * 3 if turns == 1 else [{"critics"}, {"made"}, {"critics"}])

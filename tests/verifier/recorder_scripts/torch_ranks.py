@@ -7,17 +7,20 @@ import functools
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
 from lockstep.data import file as trace_file
 from recording import Trace
 from torch_training import *
+
+
+def record_one_process():
+    train_rows("rows_of_one.npz")
+    train_averaged("averaged_by_one.npz")
 
 
 def ddp(path, model=None, **options):
@@ -32,6 +35,7 @@ def case_ddp():
         "ddp.npz": {}, "again.npz": replay, "permuted.npz": {"permute": 1, **replay},
     }.items():  # fmt: skip
         ddp(path, **options)
+        dist.barrier()
     assert is_equal(ddp(None, network(0.2)), ddp("bits.npz", network(0.2), steps=[1, 2]))
     trace, permuted = of_all_ranks("ddp"), Trace("permuted")
     assert [about["replicas"] for about in trace.abouts] == [[0], [1]]
@@ -50,56 +54,35 @@ def case_ddp():
     assert_equal(trace.arrays, Trace("again").arrays)
 
 
-def bypassed(model, optimizer, step):
-    """Calls the module in DDP in the first step, and clips on one replica."""
-    optimizer.zero_grad()
-    loss_of(model if step else model.module, step, *own_shard()).backward()
-    if dist.get_rank():
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
+def case_passes():
+    """How each pass is reduced: not by a call of the module in DDP, nor within `no_sync`."""
 
+    def steps_of(model, optimizer, step):
+        optimizer.zero_grad()
+        for number in range(2):
+            is_sent = step == 0 or (step == 1 and number == 1)
+            with contextlib.nullcontext() if is_sent else model.no_sync():
+                called = model if step else model.module
+                loss_of(called, number, *own_shard()).backward()
+        optimizer.step()
 
-def case_bypass():
-    """The bugs of scripts: no all-reduce, in the first step; clipping on one replica."""
     model = DistributedDataParallel(network())
-    train(model, adamw(model), "bypass.npz", bypassed, 2, steps=2)
-    trace = of_all_ranks("bypass")
-    assert not trace.kind("sums", 0) and trace.kind("sums", 1)
-    assert trace.about["passes"] == [["module"], ["ddp"]]
-    assert_equal(trace.kind("raw", 0), trace.kind("clipped", 0))
-
-
-def accumulated(model, optimizer, step):
-    """Sends accumulated gradients once, and in the second step never."""
-    optimizer.zero_grad()
-    for number in range(2):
-        is_sent = step == 0 and number == 1
-        with contextlib.nullcontext() if is_sent else model.no_sync():
-            loss_of(model, number, *own_shard()).backward()
-    optimizer.step()
-
-
-def case_no_sync():
-    model = DistributedDataParallel(network())
-    train(model, adamw(model), "no_sync.npz", accumulated, 2, steps=2)
-    trace = of_all_ranks("no_sync")
-    assert trace.about["micro_batches"] == [2, 2] and len(trace.kind("data")) == 2
-    assert trace.kind("raw", 1) and not trace.kind("sums", 1)
-    whole = trace_file.load("no_sync.npz")
+    train(model, adamw(model), "passes.npz", steps_of, 3, steps=3)
+    trace = of_all_ranks("passes")
+    passes = [["module", "module"], ["no_sync", "ddp"], ["no_sync", "no_sync"]]
+    assert trace.about["passes"] == passes and trace.about["micro_batches"] == [2, 2, 2]
+    assert len(trace.kind("data")) == 2
+    for step in range(3):
+        assert trace.kind("raw", step) and bool(trace.kind("sums", step)) == (step == 1)
+    assert_equal(trace.kind("raw"), trace.kind("clipped"))
+    assert_close(trace.kind("sums", 1), mean_of_raw(trace, 1))
+    whole = trace_file.load("passes.npz")
     for replica in range(2):
-        first, second = whole.backward_passes(0, replica)
-        assert_close({n: g + second[n] for n, g in first.items()}, whole.named(0, "raw", replica))
-    assert trace.about["passes"] == [["no_sync", "ddp"], ["no_sync", "no_sync"]]
-    assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
+        first, second = whole.backward_passes(1, replica)
+        assert_close({n: g + second[n] for n, g in first.items()}, whole.named(1, "raw", replica))
 
 
 # --- Weights and state of which each process has a part ------------------------------------------
-
-
-def record_one_process():
-    """Records the training of one process that the cases of two are compared with."""
-    recorded("single", Halves(), adamw, plain, 3)
-    train_rows("rows_of_one.npz")
 
 
 def whole(trace, kind, step):
@@ -168,35 +151,35 @@ def case_passes_of_fsdp():
 
 
 def train_averaged(path, keeper=0, share=0.1, **options):
-    """Trains with an average of the weights, which one process keeps."""
-    own, average = Halves(), Halves()
+    """Trains with averages of the weights, in a model and a mapping, which one process keeps."""
+    own, average, mapping = Halves(), Halves(), dict(Halves().state_dict())
     rank, num = own_shard()
 
     def steps_of(model, optimizer, step):
         plain(model, optimizer, step, (rank, num))
         with torch.no_grad():
-            for a, p in zip(average.parameters(), own.parameters(), strict=True):
-                a.lerp_(p, share)
+            for name, p in own.named_parameters():
+                average.get_parameter(name).lerp_(p, share)
+                mapping[name] = mapping[name].lerp(p, 0.1)
 
     model = DistributedDataParallel(own) if num > 1 else own
-    others = {"average": average} if rank == keeper else None
+    others = {"average": average, "ema": mapping} if rank == keeper else None
     train(model, adamw(model), path, steps_of, 3, others=others, **options)
 
 
 def case_average_of_one_rank():
     """One rank may keep the average of the weights, which is compared there."""
-    for keeper in (0, 1):
-        for share, node in ((0.1, ""), (0.2, "update")):
-            name = f"average_{keeper}_{share}"
-            train_averaged(f"{name}.npz", keeper=keeper, share=share, replay="averaged_by_one.npz")
-            verdict = of_all_ranks(name) and compare("averaged_by_one.npz", f"{name}.npz")
-            assert node_of(verdict) == node, str(verdict)
+    for keeper, share, node in ((0, 0.1, ""), (1, 0.1, ""), (1, 0.2, "update")):
+        train_averaged("average.npz", keeper, share, replay="averaged_by_one.npz")
+        verdict = of_all_ranks("average") and compare("averaged_by_one.npz", "average.npz")
+        assert node_of(verdict) == node, str(verdict)
+        names = {name.partition(".")[0] for name in verdict.place.tensors} if node else set()
+        assert names == ({"average"} if node else set())
+        dist.barrier()
 
 
 class OwnRows(torch.optim.SGD):
     """Sums gradients itself; each rank has the momentum of its rows, and updates these."""
-
-    divides = True
 
     @torch.no_grad()
     def step(self):
@@ -206,11 +189,12 @@ class OwnRows(torch.optim.SGD):
                 gradient = p.grad.clone()
                 if world > 1:
                     dist.all_reduce(gradient)
-                    gradient /= world if self.divides else 1
+                    gradient /= world
                 rows = torch.arange(len(p)).chunk(world)[rank]
                 state = self.state[p]
                 if not state:
-                    state["momentum_of_rows"] = torch.zeros_like(p[rows])
+                    state["number"], state["momentum_of_rows"] = 0, torch.zeros_like(p[rows])
+                state["number"] += 1
                 state["momentum_of_rows"].mul_(0.9).add_(gradient[rows])
                 own = p[rows] - group["lr"] * state["momentum_of_rows"]
                 parts = [torch.empty_like(own) for _ in range(world)]
@@ -219,49 +203,33 @@ class OwnRows(torch.optim.SGD):
                 p.copy_(torch.cat(parts) if world > 1 else own)
 
 
-def train_rows(path, divides=True, **options):
-    model = Halves()
-    model.second = nn.Linear(8, 6)  # Rows for both ranks.
-    torch.manual_seed(1)
-    for p in model.parameters():
-        nn.init.uniform_(p, -0.1, 0.1)
-    optimizer = OwnRows(model.parameters(), 0.1)
-    optimizer.divides = divides
+def train_rows(path, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 6))  # Rows for both ranks.
 
     def steps_of(model, optimizer, step):
-        x, y = batch(step, *own_shard())
+        x, _ = batch(step, *own_shard())
         optimizer.zero_grad()
-        F.mse_loss(model(x)[:, :5], y).backward()
+        model(x).square().mean().backward()
         optimizer.step()
 
-    train(model, optimizer, path, steps_of, 3, **options)
+    train(model, OwnRows(model.parameters(), 0.1), path, steps_of, 3, **options)
 
 
-def case_owned_state():
-    """Optimizers that split their state, or reduce gradients themselves; and wrong twins."""
-    for name, rate, is_right in (("zero", 0.01, True), ("other_rate", 0.02, False)):
-        model = DistributedDataParallel(Halves())
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, lr=rate if dist.get_rank() else 0.01
-        )
-        steps_of = functools.partial(plain, shard=own_shard())
-        train(model, optimizer, f"{name}.npz", steps_of, 3, given=None, replay="single.npz")
-        verdict = of_all_ranks(name) and compare("single.npz", f"{name}.npz")
-        assert verdict.ok == is_right, str(verdict)
+def case_owned_rows():
+    """State that each rank has of its rows is loaded by `dims`; without them, it is asked for."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     rows = {"*.weight/momentum_of_rows": "o[dp] i", "*.bias/momentum_of_rows": "o[dp]"}
-    asked = "pass mesh= and dims={'first.weight/momentum_of_rows': 'd0[tp] d1'}"
-    for name, node, layout in (
-        ("rows", "", {"mesh": mesh, "dims": rows}),
-        ("sum", "sum", {"mesh": mesh, "dims": rows}),
-        ("unknown_rows", "", {}),
-    ):
-        options = {"divides": not node, "replay": "rows_of_one.npz", **layout}
-        told = "".join(warnings_of(train_rows, f"{name}.npz", **options))
-        assert ("not loaded" in told, asked in told) == (not layout, not layout), told
+    asked = "pass mesh= and dims={'1.weight/momentum_of_rows': 'd0[tp] d1'}"
+    for name, layout in (("rows", {"mesh": mesh, "dims": rows}), ("unknown_rows", {})):
+        told = "".join(warnings_of(train_rows, f"{name}.npz", replay="rows_of_one.npz", **layout))
+        assert ("not loaded" in told) == (asked in told) == (not layout), told
         trace = of_all_ranks(name)
-        assert node_of(compare("rows_of_one.npz", f"{name}.npz")) == node
-        assert trace.kind("before", 2)["first.weight/momentum_of_rows"].shape == (4, 64)
+        assert compare("rows_of_one.npz", f"{name}.npz").ok
+        before = trace.kind("before", 2)
+        assert before["1.weight/momentum_of_rows"].shape == (4, 64)
+        assert before["1.weight/number"] == 2
+        assert bool(trace.about["not_loaded"]) == (not layout)
 
 
 def case_mesh():
@@ -272,17 +240,11 @@ def case_mesh():
     assert (about["mesh"], about["data_axes"]) == ({"dp": 2, "tp": 1}, ["dp"])
     assert (about["num_replicas"], about["ranks"]) == (2, [1])
     assert about["placements"]["data/0"] == "b[dp] d1 d2 d3"
-    for expected, options in {
-        "dims: needs mesh=": {"dims": "b[dp]"},
-        "dims has a placement 'b[cp]' with an axis twice, or not on": {
-            "dims": "b[cp]",
-            "mesh": mesh,
-        },
-        "dims has a placement 'b[dp', which cannot be read": {
-            "dims": "b[dp",
-            "mesh": mesh,
-        },
-        "dims: 'o i' is not that of 4.bias": {"dims": {"4.*": "o i"}, "mesh": mesh},
-    }.items():
+    for expected, options in (
+        ("dims: needs mesh=", {"dims": "b[dp]"}),
+        ("dims has a placement 'b[cp]' with an axis", {"dims": "b[cp]", "mesh": mesh}),
+        ("dims has a placement 'b[dp', which cannot be read", {"dims": "b[dp", "mesh": mesh}),
+        ("dims: 'o i' is not that of 4.bias", {"dims": {"4.*": "o i"}, "mesh": mesh}),
+    ):
         model = network()
         refused(expected, record_torch.record, "x.npz", model, adamw(model), **options)

@@ -87,16 +87,15 @@ def recorded(name, model=None, optimizer=adamw, steps_of=clipped, num_steps=4, *
     return Trace(name)
 
 
-def sum_of_outputs(inputs, model, optimizer, step):
-    optimizer.zero_grad()
-    model(inputs).sum().backward()
-    optimizer.step()
-
-
-def of_sum(name, model, inputs, num_steps=1, **options):
+def of_sum(name, model, inputs, num_steps=1, optimizer=momentum, **options):
     """Records a training whose loss is the sum of the outputs."""
-    steps_of = functools.partial(sum_of_outputs, inputs)
-    return recorded(name, model, momentum, steps_of, num_steps, steps=num_steps, **options)
+
+    def steps_of(model, optimizer, step):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    return recorded(name, model, optimizer, steps_of, num_steps, steps=num_steps, **options)
 
 
 def own_shard():
@@ -123,7 +122,6 @@ def refused(expected, function, *args, **options):
 def warnings_of(function, *args, **options):
     """Returns the texts of the warnings of a call."""
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
         function(*args, **options)
     return [str(warning.message) for warning in told]
 
