@@ -1,6 +1,7 @@
 """Cases of PyTorch: what is in a file, and what cannot be recorded."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
+import copy
 import importlib
 import os
 import pathlib
@@ -142,6 +143,9 @@ def case_gradients():
     assert sorted(raw["0.weight/indices"].tolist()) == [1, 2, 2, 7]
     assert raw["0.weight/values"].shape == (4, 3) and raw["0.weight/rows"] == 10
     assert "0.weight" not in raw and compare("sparse.npz", "sparse.npz").ok
+    for name, options in (("momentum", {}), ("momentum_again", {"replay": "momentum.npz"})):
+        of_sum(name, copy.deepcopy(model), torch.tensor([[1, 2], [2, 7]]), 3, **options)
+    assert compare("momentum.npz", "momentum_again.npz").ok
     first, again = (
         of_sum(name, nn.Linear(5, 5).bfloat16(), torch.ones(4, 5).to(torch.bfloat16), 2, **options)
         for name, options in (("short", {}), ("short_again", {"replay": "short.npz"}))

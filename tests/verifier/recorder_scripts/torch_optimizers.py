@@ -209,9 +209,13 @@ def train_adversaries(path, turns, **options):
 def case_several_models():
     """A step has an update of each optimizer; if one updates twice before, each update is one."""
     for turns, steps in ((1, [0, 1, 2]), (2, [0, 2, 3])):
-        bits = train_adversaries("turns.npz", turns, steps=steps)
+        bits = train_adversaries("turns.npz", turns, steps=3)
         assert is_equal(bits, train_adversaries(None, turns))
         trace = Trace("turns")
+        assert trace.about["steps"] == trace.about["asked"] == steps
         parts = [{name.partition(".")[0] for name in trace.kind("clipped", s)} for s in steps]
         both = {"made", "critics"}
         assert parts == ([both] * 3 if turns == 1 else [{"critics"}, {"made"}, {"critics"}])
+    train_adversaries("one.npz", 2, steps=1)
+    assert Trace("one").about["not_updated"] == ["made.weight", "made.bias"]
+    assert compare("one.npz", "one.npz").status == "not verified"
