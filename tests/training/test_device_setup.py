@@ -55,23 +55,18 @@ def test_without_a_gpu_two_logical_cpus_and_the_kernels_that_the_user_has_chosen
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretends that TensorFlow has used no device yet; the function sets up as with some GPUs."""
-    done = {"growth": 0, "threads": []}
+    """A machine with some GPUs, pretended; the function returns what it was set up to."""
+    done = {"growth": 0, "logical": 0, "visible": [], "threads": []}
 
     def grow(gpu, on):
-        assert on
-        done["growth"] += 1
+        done["growth"] += on
 
     def set_up(gpus_there, **options):
         gpus = [f"gpu{i}" for i in range(gpus_there)]
         monkeypatch.setattr(
             tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu0"]
         )
-        try:
-            made = setup.set_up(Config.of(**options))
-        except DeviceError as error:
-            return done | {"error": str(error), "code": error.exit_code}
-        return done | {"names": made.names, "simulated": made.simulated}
+        return done, setup.set_up(Config.of(**options))
 
     for name, pretended in {
         "set_visible_devices": lambda chosen, kind: done.update(visible=chosen),
@@ -87,7 +82,6 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus_there", "options", "names", "visible"),
     [
-        (0, {"strategy": "single"}, CPUS[:1], []),
         (0, {"num_gpus": 3}, CPUS[:3], []),
         (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
@@ -95,12 +89,11 @@ def machine(monkeypatch):
     ],
 )
 def test_devices_that_are_taken(machine, capsys, gpus_there, options, names, visible):
-    done = machine(gpus_there, **options)
-    assert (done["names"], done.get("visible", [])) == (names, visible)
-    assert done["growth"] == len(visible)
-    assert done.get("logical", 0) == (0 if visible else len(names))
+    done, made = machine(gpus_there, **options)
+    assert (made.names, done["visible"]) == (names, visible)
+    assert (done["growth"], done["logical"]) == (len(visible), 0 if visible else len(names))
     assert visible or min(done["threads"]) >= 1
-    assert done["simulated"] == (len(names) > 1 and not visible)
+    assert made.simulated == (not visible)
     warning = "WARNING: 3 devices asked for, but this machine has no GPU"
     assert (warning in capsys.readouterr().err) == (options == {"num_gpus": 3})
 
@@ -114,5 +107,6 @@ def test_devices_that_are_taken(machine, capsys, gpus_there, options, names, vis
     ],
 )
 def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
-    done = machine(gpus_there, **options)
-    assert done["code"] == 6 and told in done["error"]
+    with pytest.raises(DeviceError, match=told) as refusal:
+        machine(gpus_there, **options)
+    assert refusal.value.exit_code == 6
