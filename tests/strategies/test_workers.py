@@ -11,13 +11,9 @@ from app.options import Config
 from strategies.base import Workers
 
 CONFIG = Config.of(
-    strategy="multi_worker",
-    device="cpu",
-    dataset="synthetic",
-    num_train_examples=50,
-    global_batch_size=20,
-    num_workers=2,
-)
+    strategy="multi_worker", device="cpu", dataset="synthetic", num_train_examples=50,
+    global_batch_size=20, num_workers=2,
+)  # fmt: skip
 
 
 def work(channel, config):
@@ -33,7 +29,7 @@ def per_worker():
 
 
 def leave(workers):
-    """Returns how long the chief waits for a worker that does not leave; then both leave."""
+    """Returns how long the chief waits for a worker that does not leave."""
     from strategies import multi_worker
 
     multi_worker._LEAVE_SEC = 0.5
@@ -82,13 +78,13 @@ def test_workers_talk_and_split_every_batch(per_worker):
     (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, *_ in per_worker)
     assert (ids, other_ids) == ([0], [1])
     for said in (chief, other):
-        assert said["short"] == [b"worker 0", b"worker 1"]
-        assert said["long"] == [0, 3000]
-        assert (said["chief"], said["nothing"]) == (b"from the chief", b"")
-        assert said["largest"] == [1.0, 0.0, 1.1]
-        for index, (floats, numbers) in enumerate(said["arrays"]):
+        for index, (floats, numbers) in enumerate(said.pop("arrays")):
             np.testing.assert_array_equal(floats, np.full((2, 3), index, np.float32), strict=True)
             np.testing.assert_array_equal(numbers, np.int64([index]), strict=True)
+        assert said == {
+            "short": [b"worker 0", b"worker 1"], "long": [0, 3000],
+            "chief": b"from the chief", "nothing": b"", "largest": [1.0, 0.0, 1.1],
+        }  # fmt: skip
     # In the order of one device: the shards of a batch, one replica after another, are the batch.
     for step, (first, second) in enumerate(zip(seen, other_seen, strict=True)):
         batch = [example for shard in (*first, *second) for example in shard]
@@ -172,7 +168,5 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
 
 def test_one_process_is_all_there_is():
     workers = Workers()
-    assert workers.is_chief
-    assert workers.gather(b"a") == [b"a"]
+    assert workers.is_chief and workers.gather(b"a") == [b"a"] and workers.broadcast(b"a") == b"a"
     assert workers.all_reduce_max(3, 0.5) == [3.0, 0.5]
-    assert workers.broadcast(b"a") == b"a"
