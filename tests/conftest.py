@@ -115,14 +115,6 @@ def _few_graphs(traced_graphs):
     assert names.total() <= MAX_GRAPHS_OF_A_TEST, f"traced too often: {names.most_common(5)}"
 
 
-@pytest.fixture
-def images():
-    """40 random images with labels of all ten classes."""
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
-    return pixels, (np.arange(40) % 10).astype(np.uint8)
-
-
 def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
     """Returns four files in the right format, with other content than Fashion-MNIST."""
     from app.data.fashion_mnist import SHA256, idx_bytes
@@ -220,11 +212,6 @@ def run_python(*words, env=None, timeout=300, cwd=ROOT, **options) -> subprocess
 def run_main(*arguments, program=ROOT, **options) -> subprocess.CompletedProcess:
     """Runs the program as a user does; asserts nothing."""
     return run_python(program / "main.py", *arguments, **options)
-
-
-def run_ok(*arguments, **options) -> subprocess.CompletedProcess:
-    """Runs the program and asserts that it exits with 0."""
-    return assert_ok(run_main(*arguments, **options))
 
 
 def assert_ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

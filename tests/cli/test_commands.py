@@ -17,7 +17,7 @@ from app.records.history import event_files, last_lines, load_summary
 from models import MODELS
 from strategies import ALL_REDUCE_ALGORITHMS
 from tests.cli.report_samples import write_training
-from tests.conftest import make_data_small, program_environment, run_ok
+from tests.conftest import assert_ok, make_data_small, program_environment, run_main
 from tests.in_process import run_here, run_here_ok
 
 SMALL = ["--dataset=synthetic", "--num_train_examples=500", "--epochs=1"]
@@ -46,7 +46,7 @@ def test_train_in_a_process_of_its_own(tmp_path):
     """With LeNet itself, and with all that TensorFlow and the system write between our lines."""
     env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none", "https_proxy": ""}
     words = ["--num_train_examples=500", "--epochs=1", "--recipe=fast", f"--out={tmp_path}/run"]
-    result = run_ok(*ON_CPUS, *SMALL[:1], *words, env=env)
+    result = assert_ok(run_main(*ON_CPUS, *SMALL[:1], *words, env=env))
     check_run(tmp_path / "run", "manual")
     assert load_summary(tmp_path / "run")["num_parameters"] == 129_068
     said = result.stdout.splitlines()

@@ -2,10 +2,8 @@
 
 import dataclasses
 import html.parser
-import itertools
 import json
 import os
-import random
 import re
 import shutil
 
@@ -36,8 +34,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.elements, self.rows, self.marked = [], [], [], []
-        self.text = []
+        self.open, self.elements, self.rows, self.marked, self.text = [], [], [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -45,7 +42,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
-            self.open.append((tag, dict(attrs).get("class", "")))
+            self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -54,13 +51,12 @@ class Page(html.parser.HTMLParser):
             self.marked.append([dict(attrs).get("class", ""), ""])
 
     def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag
+        assert self.open.pop() == tag
 
     def handle_data(self, data):
-        tags = [tag for tag, _ in self.open]
-        if "td" in tags or "th" in tags:
+        if "td" in self.open or "th" in self.open:
             self.rows[-1][-1] += data
-        elif "p" in tags:
+        elif "p" in self.open:
             self.marked[-1][1] += data
         if data.strip():
             self.text.append(" ".join(data.split()))
@@ -209,37 +205,23 @@ def test_a_report_is_replaced_but_no_other_file(tmp_path):
         assert (tmp_path / f"{name}.html").read_bytes() == before
 
 
-def leaves(value, path=()):
-    """Yields where every value of a record is; of long lists the first two."""
-    if path:
-        yield path
-    keys = range(min(2, len(value))) if isinstance(value, list) else ()
-    for key in value if isinstance(value, dict) else keys:
-        yield from leaves(value[key], (*path, key))
-
-
-@pytest.mark.parametrize("name, command", [("refuted", "verify"), ("generated", "summary")])
+@pytest.mark.parametrize(
+    ("name", "file", "changes"),
+    [
+        ("refuted", "verify", {"trainings": []}),
+        ("refuted", "verify", {"pairs": [{"trainings": None}]}),
+        ("generated", "summary", {"devices": -1.5}),
+        ("generated", "summary", {"epoch_sec": "x"}),
+        ("compared", "compare", {"pairs": {"a": 1}}),
+        ("measured", "benchmark", {"cases": [None]}),
+    ],
+)
 @pytest.mark.usefixtures("no_figures")
-def test_whatever_a_record_holds_it_is_shown_or_refused(everything, tmp_path, name, command):
-    run = tmp_path / "run"
-    shutil.copytree(everything / name, run)
-    path = run / f"{command}.json"
-    record, outcomes = read_json(path), set()
-    tried = itertools.product(leaves(record), (None, "x", -1.5, [], {"a": 1}))
-    for where, other in random.Random(0).sample([*tried], 20):
-        damaged = at = json.loads(json.dumps(record))
-        for key in where[:-1]:
-            at = at[key]
-        at[where[-1]] = other
-        path.write_text(json.dumps(damaged))
-        try:
-            write_report([run], tmp_path / REPORT_FILE)
-            outcomes.add("shown")
-        except OutputError:
-            outcomes.add("refused")
-    assert outcomes == {"shown", "refused"}
-    path.write_text(json.dumps(record)[:-10])
-    with pytest.raises(OutputError, match=re.escape(path.name)):
+def test_a_damaged_record_is_refused_by_name(everything, tmp_path, name, file, changes):
+    run = shutil.copytree(everything / name, tmp_path / "run")
+    path = run / f"{file}.json"
+    path.write_text(json.dumps(read_json(path) | changes))
+    with pytest.raises(OutputError, match=rf"{file}\.json"):
         write_report([run], tmp_path / REPORT_FILE)
 
 

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import struct
 
 import numpy as np
@@ -225,18 +224,6 @@ def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "read_bytes", fail)
     with pytest.raises(OutputError, match=r"cannot be read \(Too many open files"):
         find_newest_checkpoint(tmp_path)
-
-
-def test_a_file_that_ends_too_early_is_told_and_leaves_the_earlier_one(tmp_path):
-    save(tmp_path, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OutputError, match=r"step-00000002\S+: File too large"):
-            save(tmp_path, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert names(tmp_path) == ["step-00000001-epoch-0000"]
 
 
 def test_the_hash_is_of_the_model_in_order():

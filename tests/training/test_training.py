@@ -281,8 +281,18 @@ def test_a_full_disk_ends_the_run_and_more_epochs_resume_from_what_is_saved(
     assert train(dataset, tmp_path)["weights_sha256"] == whole[1]["weights_sha256"]
 
 
-def test_more_epochs_of_a_schedule_are_another_training(dataset, tmp_path, capsys):
+def test_more_epochs_of_a_schedule_are_another_training(dataset, tmp_path, capsys, monkeypatch):
+    clock, evaluate = types.SimpleNamespace(monotonic=time.monotonic), loops.evaluate
+
+    def wait_and_evaluate(*arguments):
+        clock.monotonic = lambda: time.monotonic() + 1000
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loops, "time", clock)
+    monkeypatch.setattr(loops, "evaluate", wait_and_evaluate)
     train(dataset, tmp_path, epochs=1, recipe="fast")
+    (record,) = load_history(tmp_path)
+    assert record.epoch_sec < 1000 <= record.evaluation_sec
     assert capsys.readouterr().err == ""
     make(dataset, tmp_path, epochs=2, recipe="fast")
     assert "WARNING: epochs 1 → 2: the learning rate follows" in capsys.readouterr().err
@@ -365,18 +375,3 @@ def test_evaluation_checks_how_many_images_it_saw(dataset):
     counting = types.SimpleNamespace(evaluate=lambda *arguments: StepTotals(0.0, 0, 69))
     with pytest.raises(RuntimeError, match="69 examples instead of 70"):
         loops.evaluate(counting, dataset)
-
-
-def test_the_time_of_an_epoch_is_without_its_evaluation(dataset, tmp_path, monkeypatch):
-    evaluate, waited = loops.evaluate, []
-
-    def wait_and_evaluate(*arguments):
-        waited.append(1000)
-        return evaluate(*arguments)
-
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sum(waited))
-    monkeypatch.setattr(loops, "time", clock)
-    monkeypatch.setattr(loops, "evaluate", wait_and_evaluate)
-    train(dataset, tmp_path, epochs=1)
-    (record,) = load_history(tmp_path)
-    assert record.epoch_sec < 1000 <= record.evaluation_sec
