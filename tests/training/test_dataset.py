@@ -125,9 +125,11 @@ def small(num_train=200, seed=0):
 
 def test_generated_set_has_the_form_of_the_real_one_and_follows_from_the_seed():
     dataset = small()
-    assert dataset.name == "synthetic"
-    assert dataset.train_images.shape == (200, 28, 28, 1) and dataset.train_images.dtype == np.uint8
-    assert dataset.test_images.shape == (50, 28, 28, 1) and dataset.test_labels.dtype == np.uint8
+    for images, labels, count in (
+        (dataset.train_images, dataset.train_labels, 200),
+        (dataset.test_images, dataset.test_labels, 50),
+    ):
+        assert images.shape == (count, 28, 28, 1) and images.dtype == labels.dtype == np.uint8
     assert np.bincount(dataset.train_labels).tolist() == [20] * 10
     means = dataset.train_images.mean(axis=(1, 2, 3))
     assert np.all(means > 3) and np.all(means < 200)

@@ -7,12 +7,12 @@ import socket
 import pytest
 
 from app.devices import cluster as clusters
-from app.devices import local_workers
+from app.devices import local_workers, setup
 from app.devices.cluster import Cluster, find_cluster, wait_for_workers
 from app.devices.local_workers import Share, find_culprit, split_machine
-from app.devices.setup import set_up
 from app.errors import ConfigError, DeviceError, LockstepError, PeerLostError
 from app.options import Config
+from tests.conftest import CPUS
 
 
 def test_the_original_failure_counts():
@@ -81,6 +81,18 @@ def test_a_worker_that_does_not_come_is_named_and_a_port_in_use_refused(capsys, 
     assert f"waiting for worker 1 ({addresses[1]}), 0 s of 1 s" in capsys.readouterr().out
 
 
+class TwoWorkers:
+    """Workers of which the second has another seed."""
+
+    def gather(self, message):
+        return [message, message.replace(b'"--seed": 0', b'"--seed": 5')]
+
+
+def test_workers_with_different_flags_are_refused():
+    with pytest.raises(ConfigError, match=r"--seed: worker 0 has 0, worker 1 has 5"):
+        setup._compare_settings(TwoWorkers(), Config.of(), setup.Devices(CPUS[:1], simulated=False))
+
+
 WORKER = {"worker": ["a:1", "b:2"]}
 
 
@@ -110,7 +122,7 @@ def test_a_cluster_is_read_from_tf_config_and_from_slurm(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("TF_CONFIG", text)
         with pytest.raises(ConfigError, match="num_workers=2, but the cluster has 3 workers"):
-            set_up(Config.of(strategy="multi_worker", num_workers=2))
+            setup.set_up(Config.of(strategy="multi_worker", num_workers=2))
     slurm = {
         "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[9-10]",
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURMD_NODENAME": "node10", "SLURM_LOCALID": "0",
