@@ -27,8 +27,8 @@ NUM_LOGICAL_CPUS = 4
 MAX_GRAPHS_OF_A_TEST = 250
 # A worker gets whole files, these first, so that no long one is left for the end.
 LONGEST = [
-    "test_docs", "test_strategies", "test_verify", "test_campaigns", "test_local_workers",
-    "test_survival", "test_training",
+    "test_docs", "test_strategies", "test_verify", "test_campaigns", "test_survival",
+    "test_training", "test_commands",
 ]  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 

@@ -43,12 +43,17 @@ def last_line(run_dir):
 
 
 def test_train_in_a_process_of_its_own(tmp_path):
-    """With LeNet itself, and with all that TensorFlow and the system write between our lines."""
+    """With LeNet itself, a user's settings of Keras, and all that TensorFlow prints."""
+    keras_json = {"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}
+    (tmp_path / "keras.json").write_text(json.dumps(keras_json))
     env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none", "https_proxy": ""}
+    env |= {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
     words = ["--num_train_examples=500", "--epochs=1", "--recipe=fast", f"--out={tmp_path}/run"]
     result = assert_ok(run_main(*ON_CPUS, *SMALL[:1], *words, env=env))
     check_run(tmp_path / "run", "manual")
     assert load_summary(tmp_path / "run")["num_parameters"] == 129_068
+    state = find_newest_checkpoint(tmp_path / "run").state
+    assert {array.dtype.name for array in state.values()} == {"float32", "int64"}
     said = result.stdout.splitlines()
     assert said[-1] == last_line(tmp_path / "run")
     assert f"saved in {tmp_path}/run; open {tmp_path}/run/accuracy.png" in said

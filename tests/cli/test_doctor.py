@@ -8,7 +8,6 @@ import pytest
 
 from app.commands import doctor
 from app.data import fashion_mnist
-from app.data.fashion_mnist import DOWNLOAD_URL
 from app.options import parse_command_line
 from tests.conftest import run_main
 from tests.in_process import run_here, run_here_ok
@@ -94,12 +93,6 @@ def test_an_all_reduce_that_hangs_is_ended(examined, monkeypatch):
     result, line = examined("--dataset=synthetic", "--strategies=manual", examine=hang)
     assert result.returncode == 6 and "manual did not end within 0.5 s" in result.stderr
     assert "--strategy=single" in check_line(line)
-
-
-def test_tfds_downloads_from_where_the_connection_is_tried(tmp_path):
-    import tensorflow_datasets as tfds
-
-    assert tfds.builder("fashion_mnist", data_dir=tmp_path).URL == DOWNLOAD_URL
 
 
 def test_the_command_on_this_machine():

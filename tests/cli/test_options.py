@@ -12,7 +12,6 @@ import tensorflow as tf
 from app.errors import ConfigError
 from app.options import Config, parse_command_line
 from app.options.help import PAGE, option_page
-from app.options.rules import check_shards
 from app.options.table import COMMANDS, TABLE, options_of
 from lockstep import __version__
 from tests.conftest import assert_ok, run_main, run_python
@@ -124,15 +123,6 @@ def test_a_run_is_another_run_if_an_option_that_affects_its_result_is():
     assert fields["inject"] == "drop_gradient:replica=1"
     others = {"out": "o", "overwrite": True, "checkpoint_every": 3, "verify_every": 1}
     assert Config.of(**others, data_dir="d").result_fields() == Config.of().result_fields()
-
-
-def test_no_shard_of_any_batch_is_empty():
-    check_shards(Config.of(global_batch_size=6), 4, 16)
-    for size, advice in ((7, 6), (15, 16)):
-        with pytest.raises(ConfigError, match=f"use --global_batch_size={advice}$"):
-            check_shards(Config.of(global_batch_size=size), 4, 16)
-    with pytest.raises(ConfigError):
-        check_shards(Config.of(), 4, 3)
 
 
 def test_the_help_of_the_program_fits_a_screen_and_has_an_example_of_each_command(capsys):
