@@ -40,6 +40,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         ("fsync", KeyboardInterrupt, KeyboardInterrupt, None),
         ("fsync", full, DiskFullError, r"file\.json: No .* 13 bytes needed, [\d,]+ free"),
         ("replace", OSError(errno.EROFS, "Read-only"), OutputError, "file.json: Read-only"),
+        ("fsync", OSError(errno.EFBIG, "File too large"), OutputError, "raise the limit"),
     ]:
 
         def fail(*_, error=error):
