@@ -206,3 +206,10 @@ def test_each_panel_has_the_accuracies_that_its_label_says():
     drawn = {axes.get_ylabel(): [*axes.lines[0].get_ydata()] for axes in figure.axes}
     train = "train accuracy, mean over the epoch"
     assert drawn == {"test accuracy": [0.25, 0.25], train: [0.1, 0.55]}
+
+
+def test_a_panel_shows_at_least_20_points():
+    flat = [dataclasses.replace(each, test_accuracy=0.5, correct=500) for each in make_history(2)]
+    (axes,) = draw_accuracy({"a": (make_summary(flat), flat)}).axes
+    low, high = axes.get_ylim()
+    assert 0.199 < high - low < 0.3 and low < 0.5 < high
