@@ -27,8 +27,8 @@ NUM_LOGICAL_CPUS = 4
 MAX_GRAPHS_OF_A_TEST = 250
 # A worker gets whole files, these first, so that no long one is left for the end.
 LONGEST = [
-    "test_docs", "test_strategies", "test_verify", "test_campaigns", "test_local_workers",
-    "test_survival", "test_training",
+    "test_docs", "test_strategies", "test_verify", "test_campaigns", "test_survival",
+    "test_training", "test_commands",
 ]  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 
@@ -113,14 +113,6 @@ def _few_graphs(traced_graphs):
     yield
     names = collections.Counter(traced_graphs[before:])
     assert names.total() <= MAX_GRAPHS_OF_A_TEST, f"traced too often: {names.most_common(5)}"
-
-
-@pytest.fixture
-def images():
-    """40 random images with labels of all ten classes."""
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (40, 28, 28, 1), dtype=np.uint8)
-    return pixels, (np.arange(40) % 10).astype(np.uint8)
 
 
 def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
@@ -220,11 +212,6 @@ def run_python(*words, env=None, timeout=300, cwd=ROOT, **options) -> subprocess
 def run_main(*arguments, program=ROOT, **options) -> subprocess.CompletedProcess:
     """Runs the program as a user does; asserts nothing."""
     return run_python(program / "main.py", *arguments, **options)
-
-
-def run_ok(*arguments, **options) -> subprocess.CompletedProcess:
-    """Runs the program and asserts that it exits with 0."""
-    return assert_ok(run_main(*arguments, **options))
 
 
 def assert_ok(result: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

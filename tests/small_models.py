@@ -32,10 +32,7 @@ def small_network():
 
 
 def deep_network():
-    """Builds enough layers and channels for four stages and four parts per layer: 5, 9 and 10.
-
-    Unlike those of a Sequential model, the paths of its variables have no prefix.
-    """
+    """Builds three layers, of which the variables have paths without a prefix."""
     images = keras.Input(IMAGE_SHAPE, dtype="uint8")
     x = keras.layers.Rescaling(1 / 255)(images)
     x = keras.layers.Conv2D(5, 5, strides=4, activation="relu", name="conv")(x)
@@ -63,13 +60,8 @@ def deep_norm_network():
 
 def small_resnet():
     """Builds one residual block, for BatchNorm without 18 layers."""
-    network = build_resnet(
-        name="one_block",
-        image_shape=IMAGE_SHAPE,
-        num_classes=NUM_CLASSES,
-        stage_widths=(4,),
-        blocks_per_stage=1,
-    )
+    shapes = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
+    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **shapes)
     images = keras.Input(IMAGE_SHAPE, dtype="uint8")
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
@@ -86,13 +78,8 @@ def momentum_sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def new_strategy(name, num_replicas, **options):
-    """Creates a strategy, without building a model."""
-    return load_strategy_class(name)(CPUS[:num_replicas], **options)
-
-
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
-    strategy = new_strategy(name, num_replicas, **options)
+    strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
     assert strategy.num_replicas == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy

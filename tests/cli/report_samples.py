@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from app.commands.benchmark import Case, benchmark_record
 from app.options import Config
 from app.records.files import write_json
 from app.records.history import summarize, write_history
@@ -15,9 +16,10 @@ CPUS = ["/device:CPU:0", "/device:CPU:1"]
 GPUS = ["/device:GPU:0", "/device:GPU:1"]
 
 
-def write_config(path, config, **more):
+def write_config(path, command="train", **more):
     path.mkdir(parents=True, exist_ok=True)
-    write_json(path / "config.json", {**HEADER, **config.result_fields(), **more})
+    config = Config.of(command).result_fields()
+    write_json(path / "config.json", {**HEADER, **config, "command": command, **more})
 
 
 def write_training(path, *, num_epochs=4, config=None, digest="ee", **changes):
@@ -27,14 +29,14 @@ def write_training(path, *, num_epochs=4, config=None, digest="ee", **changes):
     metadata = dataclasses.replace(RUN_METADATA, **{**honest, "config": config, **changes})
     epochs = make_history(num_epochs)
     epochs[-1] = dataclasses.replace(epochs[-1], weights_sha256=digest * 32)
-    write_config(path, Config.of(), strategy=config["strategy"])
+    write_config(path, strategy=config["strategy"])
     write_history(path, metadata, epochs, lambda runs, out_dir: None)
     return summarize(metadata, epochs)
 
 
 def write_comparison(path):
     strategies = ("single", "manual", "mirrored")
-    write_config(path, Config.of("compare"), command="compare", strategies=list(strategies))
+    write_config(path, "compare", strategies=list(strategies))
     summaries = [
         write_training(path / name, config={"strategy": name}, digest=digest)
         for name, digest in zip(strategies, ("aa", "bb", "bb"), strict=True)
@@ -54,7 +56,7 @@ NODES = Measured("examples", 0.0, 2, 2), Measured("sum", 0.05, 0, 8)
 
 def write_verification(path, *, fault=None, **changes):
     """Writes the files of `verify` for two strategies; one may have a fault."""
-    write_config(path, Config.of("verify"), command="verify")
+    write_config(path, "verify")
     clean = Verdict("clean", measured=NODES, steps=(1, 2), reference="training on one device")
     wrong = dataclasses.replace(
         clean, status="fault", place=LOST, formula=("conv1/kernel = 1·g0 + 0·g1",),
@@ -77,9 +79,7 @@ def write_verification(path, *, fault=None, **changes):
 
 def write_benchmark(path):
     """Writes the files of `benchmark`: two devices are 1.5 times as fast as one."""
-    from app.commands.benchmark import Case, benchmark_record
-
-    write_config(path, Config.of("benchmark"), command="benchmark")
+    write_config(path, "benchmark")
     cases = []
     for name, devices, speed in (("single", GPUS[:1], 1000.0), ("manual", GPUS, 1500.0)):
         facts = dataclasses.replace(RUN_METADATA, devices=devices, simulated_devices=False)
@@ -94,7 +94,7 @@ def write_everything(folder):
     write_training(folder / "generated", digest="dd", **generated)
     fault = "drop_gradient:replica=1"
     write_training(folder / "faulty", config={"inject": fault}, num_epochs=1, digest="cc")
-    write_config(folder / "begun", Config.of())
+    write_config(folder / "begun")
     write_verification(folder / "proved")
     write_verification(folder / "refuted", fault=fault)
     write_benchmark(folder / "measured")

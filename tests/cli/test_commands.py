@@ -13,10 +13,11 @@ import pytest
 
 from app.commands import benchmark
 from app.records.checkpoint import find_newest_checkpoint
-from app.records.history import event_files, last_lines, load_history, load_summary
+from app.records.history import event_files, last_lines, load_summary
 from models import MODELS
+from strategies import ALL_REDUCE_ALGORITHMS
 from tests.cli.report_samples import write_training
-from tests.conftest import make_data_small, program_environment, run_ok
+from tests.conftest import assert_ok, make_data_small, program_environment, run_main
 from tests.in_process import run_here, run_here_ok
 
 SMALL = ["--dataset=synthetic", "--num_train_examples=500", "--epochs=1"]
@@ -42,12 +43,17 @@ def last_line(run_dir):
 
 
 def test_train_in_a_process_of_its_own(tmp_path):
-    """With LeNet itself, and with all that TensorFlow and the system write between our lines."""
+    """With LeNet itself, a user's settings of Keras, and all that TensorFlow prints."""
+    keras_json = {"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}
+    (tmp_path / "keras.json").write_text(json.dumps(keras_json))
     env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none", "https_proxy": ""}
+    env |= {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
     words = ["--num_train_examples=500", "--epochs=1", "--recipe=fast", f"--out={tmp_path}/run"]
-    result = run_ok(*ON_CPUS, *SMALL[:1], *words, env=env)
+    result = assert_ok(run_main(*ON_CPUS, *SMALL[:1], *words, env=env))
     check_run(tmp_path / "run", "manual")
     assert load_summary(tmp_path / "run")["num_parameters"] == 129_068
+    state = find_newest_checkpoint(tmp_path / "run").state
+    assert {array.dtype.name for array in state.values()} == {"float32", "int64"}
     said = result.stdout.splitlines()
     assert said[-1] == last_line(tmp_path / "run")
     assert f"saved in {tmp_path}/run; open {tmp_path}/run/accuracy.png" in said
@@ -55,13 +61,6 @@ def test_train_in_a_process_of_its_own(tmp_path):
     # TensorFlow's own messages are held back.
     assert all(line.startswith("WARNING: ") for line in result.stderr.splitlines())
     assert "\r" not in result.stdout and "\x1b" not in result.stdout  # Plain lines on a pipe.
-
-
-@pytest.mark.parametrize("strategy", COMPARED)
-def test_what_a_training_leaves(compared, strategy):
-    folder, result = compared
-    check_run(folder / strategy, strategy)
-    assert last_line(folder / strategy) in result.stdout.splitlines()
 
 
 def check_run(run_dir, strategy):
@@ -82,21 +81,22 @@ def check_run(run_dir, strategy):
 
 def test_a_comparison_prints_and_leaves_its_verdicts(compared):
     folder, result = compared
+    for name in COMPARED:
+        check_run(folder / name, name)
+        assert last_line(folder / name) in result.stdout.splitlines()
     verdict = "manual and mirrored end with bitwise identical weights"
     assert result.stdout.count(verdict) == 1 and "manual and mirrored:" not in result.stdout
     assert "simulated devices" in result.stdout and ", report.html" in result.stdout
     saved = json.loads((folder / "compare.json").read_text())
-    assert [run["strategy"] for run in saved["runs"]] == list(COMPARED)
-    assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
-    assert len(saved["pairs"]) == 3  # Each pair.
+    found = [(run["strategy"], run["num_replicas"]) for run in saved["runs"]]
+    assert found == [("single", 1), ("manual", 2), ("mirrored", 2)] and len(saved["pairs"]) == 3
     for name in ("accuracy.png", "accuracy.svg"):
         assert (folder / name).stat().st_size > 10_000
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert verdict in page
     again = run_here_ok(*COMPARE, "--strategies=manual,single,mirrored", f"--out={folder}")
     assert again.stdout.count("already finished") == len(COMPARED)
-    again = json.loads((folder / "compare.json").read_text())
-    assert again == saved  # In any order.
+    assert json.loads((folder / "compare.json").read_text()) == saved  # In any order.
 
 
 def test_a_finished_run_prints_its_result_again_and_stays(compared):
@@ -112,16 +112,19 @@ def test_a_finished_run_prints_its_result_again_and_stays(compared):
 
 
 @pytest.mark.parametrize("damage", [None, "{", '{"written_by": "lockstep", "format": 3}'])
-def test_a_lost_or_edited_configuration_is_written_again(compared, tmp_path, damage):
-    """Checkpoints have it, too."""
+def test_lost_or_edited_records_are_written_again(compared, tmp_path, damage):
+    """Checkpoints have them, too."""
     run_dir = shutil.copytree(compared[0] / "manual", tmp_path / "run")
-    config = (run_dir / "config.json").read_text()
-    (run_dir / "config.json").unlink()
-    if damage:
-        (run_dir / "config.json").write_text(damage)
+    names = "config.json", "summary.json", "history.jsonl"
+    texts = [(run_dir / name).read_text() for name in names]
+    for name in names:
+        (run_dir / name).unlink()
+        if damage:
+            (run_dir / name).write_text(damage)
     again = run_here_ok(*ON_CPUS, *SMALL, "--deterministic", f"--out={run_dir}")
     assert "config.json was not as this run began; written again" in again.stderr
-    assert (run_dir / "config.json").read_text() == config
+    assert "already finished" in again.stdout
+    assert [(run_dir / name).read_text() for name in names] == texts
 
 
 def test_evaluate_on_another_strategy(compared):
@@ -146,33 +149,29 @@ def test_compare_ends_with_the_code_of_a_training_that_failed(tmp_path):
     assert not (tmp_path / "c" / "mirrored").exists()
 
 
-def test_generated_images_and_simulated_gpus_say_so_where_one_looks(tmp_path, monkeypatch, no_gpu):
+def test_generated_images_simulated_gpus_and_a_fault_say_so_where_one_looks(
+    tmp_path, monkeypatch, no_gpu
+):
     def refuse():
         raise OSError("no network")
 
     monkeypatch.setattr("app.data.fashion_mnist.check_connection", refuse)
-    result = run_here_ok(
-        *("--num_gpus=2", *SMALL[1:], f"--out={tmp_path}/run"),
-        env={"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none"},
-    )
+    out, fault = tmp_path / "run", "scale_gradient:factor=0.5"
+    command = ["--num_gpus=2", *SMALL[1:], f"--out={out}"]
+    env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none"}
+    result = run_here_ok(*command, f"--inject={fault}", env=env)
     # At the start and before the end.
     assert result.stderr.count("WARNING: GENERATED") == 2
+    assert result.stderr.count(f"WARNING: injected fault: {fault}") == 2
     assert result.stderr.count("2 devices asked for, but this machine has no GPU") == 1
-    summary = load_summary(tmp_path / "run")
-    assert (summary["dataset"], summary["num_replicas"]) == ("synthetic", 2)
-
-
-def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
-    out, fault = tmp_path / "run", "scale_gradient:factor=0.5"
-    command = [*ON_CPUS, *SMALL, f"--out={out}"]
-    result = run_here_ok(*command, f"--inject={fault}")
-    assert f"WARNING: injected fault: {fault}" in result.stderr
-    assert load_summary(out)["injected_fault"] == fault and len(load_history(out)) == 1
+    summary = load_summary(out)
+    names = "dataset", "num_replicas", "injected_fault"
+    assert [summary[name] for name in names] == ["synthetic", 2, fault]
     assert find_newest_checkpoint(out).metadata.config["inject"] == fault
     for name in ("config.json", "log.txt"):
         assert fault in (out / name).read_text()
     assert fault in run_here_ok("evaluate", f"--run={out}", "--device=cpu").stderr
-    honest = run_here(*command)
+    honest = run_here(*command, env=env)
     assert honest.returncode == 4 and "inject" in honest.stderr
 
 
@@ -184,8 +183,6 @@ def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp
 
 
 def test_a_bug_leaves_its_traceback_in_the_log(tmp_path, monkeypatch):
-    """A training that divides by zero stands for any bug."""
-
     def fail(*arguments):
         raise ZeroDivisionError("oops")
 
@@ -248,9 +245,37 @@ def test_a_benchmark_times_each_strategy_in_each_round(tmp_path, monkeypatch):
 
 
 def test_an_interval_is_of_rounds():
-    """What slows all of a round is no difference; values that differ have a wide interval."""
+    # What slows all of a round is no difference; values that differ have a wide interval.
     slowed = np.array([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
     both = benchmark.interval(3 * slowed, slowed)
     assert both == pytest.approx({"median": 3, "low": 3, "high": 3})
     alone = benchmark.interval(slowed)
     assert alone["low"] < alone["median"] == 2 < alone["high"]
+
+
+# `demo`
+
+
+def demo(*words):
+    """Runs an experiment; returns its output in one line."""
+    return " ".join(run_here_ok("demo", *words).stdout.split())
+
+
+def test_the_experiments_of_d2l_on_2_3_and_4_devices():
+    assert all(name in demo() for name in ("allreduce", "split_batch", "replicate"))
+    output = demo("allreduce")
+    assert "/device:CPU:0 [[1. 1.]] [[3. 3.]] /device:CPU:1 [[2. 2.]] [[3. 3.]]" in output
+    for name in ALL_REDUCE_ALGORITHMS["manual"]:
+        assert f"{name} every device has [[3. 3.]]" in output
+    assert "timing is not scaling" in output
+    output = demo("split_batch")
+    assert "3 devices: shards of 2, 1, 1" in output
+    assert "Their mean is 9.5. The mean of the devices' own means (4.5, 12, 17) is 11.17" in output
+    assert "(2.25 + 3 + 4.25) adds up to 9.5" in output
+    four = demo("split_batch", "--num_devices=4", "--device=cpu")
+    assert "correct only because these shards have equal sizes" in four
+    output = demo("replicate", "--dataset=synthetic")
+    for moment in ("weight, before", "gradient after all-reduce", "weight after the update"):
+        assert output.count(moment) == 2
+    assert output.count("] yes") == 6 and output.count("] no") == 2
+    assert "7,850 weights on each device are bitwise identical" in output

@@ -8,10 +8,9 @@ import pytest
 
 from app.commands import doctor
 from app.data import fashion_mnist
-from app.data.fashion_mnist import DOWNLOAD_URL
 from app.options import parse_command_line
-from tests.conftest import run_main, run_ok
-from tests.in_process import run_here
+from tests.conftest import run_main
+from tests.in_process import run_here, run_here_ok
 
 
 @pytest.fixture(autouse=True)
@@ -96,28 +95,17 @@ def test_an_all_reduce_that_hangs_is_ended(examined, monkeypatch):
     assert "--strategy=single" in check_line(line)
 
 
-def test_tfds_downloads_from_where_the_connection_is_tried(tmp_path):
-    import tensorflow_datasets as tfds
-
-    assert tfds.builder("fashion_mnist", data_dir=tmp_path).URL == DOWNLOAD_URL
-
-
-def test_the_command_on_this_machine(tmp_path):
-    result = run_ok("doctor", "--dataset=synthetic", "--device=cpu", cwd=tmp_path)
+def test_the_command_on_this_machine():
+    words = "doctor", "--dataset=synthetic", "--device=cpu"
+    result = run_here_ok(*words)
     for name in ("manual", "mirrored"):
         assert f"✓ {name:<14} all-reduce reduce_to_one adds every replica once" in result.stdout
-    assert result.stderr == "" and list(tmp_path.iterdir()) == []
+    assert result.stderr == ""
     check_line(result.stdout.splitlines()[-1])
-
-
-def test_a_sum_that_loses_a_replica_is_found():
-    result = run_here(
-        *("doctor", "--device=cpu", "--num_devices=3", "--dataset=synthetic"),
-        *("--strategies=mirrored", "--all_reduce=hierarchical"),
-    )
+    more = "--num_devices=3", "--strategies=mirrored", "--all_reduce=hierarchical"
+    result = run_here(*words, *more)  # TensorFlow's own loses the last of an odd number.
     assert result.returncode == 6
     assert "✗ mirrored" in result.stdout and "replica 2 was lost" in result.stdout
-    assert result.stderr.splitlines()[-1].startswith("error: all-reduce hierarchical of mirrored")
 
 
 def test_tensorflow_that_cannot_be_loaded_is_a_finding(tmp_path):

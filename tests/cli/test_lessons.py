@@ -2,21 +2,19 @@
 
 import gzip
 import importlib
+import re
 import sys
-import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import lockstep
 from app.data.fashion_mnist import IMAGE_SHAPE, NUM_CLASSES
 from app.training.recipes import find_recipe
-from lockstep.data.file import save
-from lockstep.data.trace import WEIGHT, About, Trace, Variable
 from models import load_model_builder
-from tests.conftest import CPUS, ROOT, generated, idx_files
-from tests.small_models import new_strategy
+from strategies.manual import ManualStrategy
+from tests.conftest import CPUS, ROOT, assert_ok, generated, idx_files, run_python
+from tests.verifier.recorder_scripts import needs, run_script
 
 NUM_STEPS = 12
 NUM_EXAMPLES = 16 * NUM_STEPS - 5  # The last batch is short.
@@ -40,7 +38,7 @@ def data():
 def train_in_the_program(dataset, values, num_replicas):
     """Trains with the strategy `manual`, from these weights; returns the weights of all copies."""
     recipe = find_recipe("d2l", "lenet")
-    strategy = new_strategy("manual", num_replicas)
+    strategy = ManualStrategy(CPUS[:num_replicas])
     strategy.build(
         lambda: recipe.build_model(
             load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0
@@ -98,30 +96,23 @@ def test_the_lesson_trains_and_tests(load, data, capsys):
     assert len({b"".join(param.numpy().tobytes() for param in params) for params in copies}) == 1
 
 
-def test_the_wrong_all_reduce_leaves_each_device_but_the_first_its_own_gradient(load, data):
+def test_the_wrong_all_reduce_leaves_each_device_but_the_first_another_gradient(load, data):
     lesson, other = load("data_parallel"), load("wrong_all_reduce")
     (images, labels), _ = data
     batch, devices = (tf.constant(images[:10]), tf.constant(labels[:10], tf.int32)), CPUS[:3]
-    steps = []
-    for all_reduce in (other.right, other.wrong):
-        device_params, train_batch = other.create(all_reduce, devices)
-        train_batch(*batch)
-        steps.append([[param.numpy() for param in params] for params in device_params])
-    device_params, _, train_batch = lesson.by_hand(None, lesson.initial_values(), devices)
-    train_batch(*batch)
-    by_hand = [[param.numpy() for param in params] for params in device_params]
-    local = []
-    for shard in zip(*(lesson.split_batch(each, devices) for each in batch), strict=True):
-        weights = [tf.Variable(value, dtype="float32") for value in lesson.initial_values()]
-        lesson.sgd(weights, lesson.local_gradients(weights, *shard, 10))
-        local.append([weight.numpy() for weight in weights])
-    right, wrong = steps
-    for got, expected in ((right, by_hand), (wrong, [by_hand[0], *local[1:]])):
-        for params, others in zip(got, expected, strict=True):
-            for param, value in zip(params, others, strict=True):
-                # Graphs may fuse a multiplication and a subtraction.
-                np.testing.assert_allclose(param, value, rtol=0, atol=1e-6)
-    assert max(np.abs(a - b).max() for a, b in zip(wrong[1], right[1], strict=True)) > 1e-3
+    ways = [other.create(all_reduce, devices) for all_reduce in (other.right, other.wrong)]
+    by_hand, _, train_batch = lesson.by_hand(None, lesson.initial_values(), devices)
+    for train in (train_batch, *(train for _, train in ways)):
+        train(*batch)
+    apart = [
+        [
+            max(np.abs(a - b).max() for a, b in zip(params, right, strict=True))
+            for params, right in zip(device_params, by_hand, strict=True)
+        ]
+        for device_params, _ in ways
+    ]
+    # Graphs may fuse a multiplication and a subtraction.
+    assert max(apart[0]) < 1e-6 and apart[1][0] < 1e-6 and min(apart[1][1:]) > 1e-3
 
 
 def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path):
@@ -150,47 +141,59 @@ def test_each_way_computes_the_gradients_of_one_device(load, data, way, num_devi
         assert np.linalg.norm(gradient - right) < 1e-5 * np.linalg.norm(right)
 
 
-def record(lesson, way, path, num_devices):
-    """Trains three steps in one of the three ways, and writes a recording of its arrays."""
-    names, steps = ("hidden/kernel", "hidden/bias", "logits/kernel", "logits/bias"), []
-
-    def compute(params, batch, devices):
-        gradients = way(params, batch, devices)
-        steps.append([[tensor.numpy() for tensor in each] for each in (params, batch, gradients)])
-        return gradients
-
-    images = generated(3 * lesson.BATCH_SIZE, 10)
-    pixels = (images.train_images.reshape(-1, 784) / 255).astype(np.float32)
-    labels = images.train_labels.astype(np.int32)
-    last = lesson.train(compute, CPUS[:num_devices], pixels, labels)
-    settings = {"weights": list(names), "learning_rate": lesson.LEARNING_RATE}
-    trace = Trace(About(
-        "tensorflow", 1, steps=(0, 1, 2), variables=tuple(Variable(n, WEIGHT) for n in names),
-        gradients=names, reduction="sum", optimizer={"class": "SGD"}, settings=([settings],) * 3,
-    ))  # fmt: skip
-    after = [*(params for params, _, _ in steps[1:]), [param.numpy() for param in last]]
-    for step, (params, batch, gradients) in enumerate(steps):
-        for kind, arrays in (
-            *(("data", batch), ("raw", gradients), ("sums", gradients)),
-            *(("before", params), ("after", after[step])),
-        ):
-            trace.put(step, kind, 0, arrays)
-    save(trace, path)
-    return path
-
-
-def test_each_way_is_the_training_on_one_device_and_a_forgotten_sum_is_found(
-    load, monkeypatch, tmp_path
-):
+def test_three_ways_train_like_one_device(load, data, monkeypatch, capsys):
     lesson = load("three_ways")
     monkeypatch.setattr(lesson, "NUM_STEPS", 3)
-    one = record(lesson, lesson.one_device, tmp_path / "one.npz", 1)
-    for way in (lesson.by_examples, lesson.by_layers, lesson.by_channels):
-        verdict = lockstep.compare(one, record(lesson, way, tmp_path / f"{way.__name__}.npz", 3))
-        assert verdict.status == "clean", str(verdict)
-    # Each device keeps the gradient that comes through its own outputs.
-    without_sum = types.SimpleNamespace(reduce=lambda add, per_device: next(iter(per_device)))
-    monkeypatch.setattr(lesson, "functools", without_sum)
-    verdict = lockstep.compare(one, record(lesson, lesson.by_channels, tmp_path / "wrong.npz", 3))
-    assert (verdict.status, verdict.place.step) == ("fault", 0), str(verdict)
-    assert {*verdict.place.tensors} == {"hidden/kernel", "hidden/bias"}
+    train = np.resize(data[0][0], (300, 28, 28)), np.resize(data[0][1], 300)
+    monkeypatch.setattr(lesson.data_parallel, "load_data", lambda: (train, None))
+    monkeypatch.setattr(lesson.data_parallel, "choose_devices", lambda num_gpus: CPUS[:num_gpus])
+    monkeypatch.setattr(sys, "argv", ["three_ways.py", "--num_gpus=3"])
+    lesson.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["by_examples", "by_layers", "by_channels"]
+    assert all(float(re.search(r"at most (\S+) apart", line)[1]) < 1e-6 for line in lines)
+
+
+# The programs of `docs/exercises.md`; its commands are run by `test_docs`.
+
+
+def test_unequal_shards_on_unequal_devices_are_the_training_on_one_device(load, data):
+    data_parallel, unequal_devices = load("data_parallel"), load("unequal_devices")
+    images = tf.constant(np.resize(data[0][0], (256, 28, 28, 1)))
+    labels = tf.constant(np.resize(data[0][1], 256), tf.int32)
+    start = [tf.Variable(value) for value in data_parallel.initial_values()]
+    right = data_parallel.local_gradients(start, images, labels, 256)
+    for sizes in unequal_devices.SHARDS.values():
+        params, train_batch = unequal_devices.create(sizes, CPUS[:2], slower=2)
+        train_batch(images, labels)
+        for param, value, gradient in zip(params, start, right, strict=True):
+            moved = (value - param) / data_parallel.LEARNING_RATE
+            assert np.any(moved) or not np.any(gradient)
+            np.testing.assert_allclose(moved, gradient, rtol=1e-3, atol=1e-6)
+
+
+@needs("jax")
+def test_pmap_and_vmap_compute_the_same_gradients():
+    flags = "--xla_force_host_platform_device_count=2"
+    done = assert_ok(run_script("jax", ROOT / "examples" / "pmap_vmap.py", XLA_FLAGS=flags))
+    *devices, shards, mean = done.stdout.splitlines()
+    names = ("vmap: gradients on 1 of 2 devices", "pmap: gradients on 2 of 2 devices")
+    assert (*devices,) == names
+    for line in (shards, mean):
+        assert float(re.search(r"at most (\S+) apart", line)[1]) < 1e-7
+
+
+@needs("jax")
+def test_steps_return_before_they_are_computed():
+    done = assert_ok(run_script("jax", ROOT / "examples" / "without_waiting.py"))
+    *ways, same = done.stdout.splitlines()
+    (returned, there), (waited, last), _ = (re.findall(r"\d+\.\d", line) for line in ways)
+    assert float(returned) < float(there) / 2 and float(waited) > float(last) * 0.9
+    assert same == "same weights: True"
+
+
+@pytest.mark.slow
+def test_compile_outside_of_the_scope_does_what_the_page_says():
+    page = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
+    ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert assert_ok(run_python("-c", code, cwd=ROOT)).stdout == shown

@@ -58,7 +58,6 @@ def _machine(folder, monkeypatch, no_gpu):
 
 
 def _make_small(patch):
-    """Replaces the model and the generated images with smaller ones."""
     patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
     generate = functools.partial(synthetic.generate_synthetic, num_train=30, num_test=10)
     patch.setattr(synthetic, "generate_synthetic", generate)
@@ -66,7 +65,6 @@ def _make_small(patch):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """The outcome of each command line that was run; at the end written to the table, if asked."""
     found: dict[str, str] = {}
     yield found
     if IS_UPDATE:

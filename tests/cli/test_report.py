@@ -1,25 +1,28 @@
-"""Tests `report.html` and the page of verdicts: verdicts, caveats, hostile names, and refusals."""
+"""The comparison of runs, `report.html` and the page of verdicts: verdicts, caveats, refusals."""
 
+import dataclasses
 import html.parser
-import itertools
 import json
 import os
-import random
 import re
 import shutil
 
+import numpy as np
 import pytest
 
-from app.errors import OutputError
-from app.options import Config
+from app.commands.compare import compare_weights
+from app.errors import DataError, OutputError
+from app.records.checkpoint import Checkpoint
 from app.records.files import read_json
 from app.records.history import DATASET_CAVEATS, TIMING_CAVEAT
 from app.report import plots
-from app.report.page import REPORT_FILE, write_report
+from app.report.page import REPORT_FILE, pairs_verdict, results_table, write_report
 from lockstep.__main__ import main
 from tests.cli import report_samples
 from tests.cli.report_samples import write_config, write_verification
 from tests.conftest import ROOT, assert_ok, run_python
+from tests.training.test_checkpoint import RUN_METADATA, STATE, make_history
+from tests.training.test_records import make_summary
 from tests.verifier.script_samples import Script
 
 VOID = {"meta", "link", "br", "img"}
@@ -31,8 +34,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.elements, self.rows, self.marked = [], [], [], []
-        self.text = []
+        self.open, self.elements, self.rows, self.marked, self.text = [], [], [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -40,7 +42,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
-            self.open.append((tag, dict(attrs).get("class", "")))
+            self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -49,13 +51,12 @@ class Page(html.parser.HTMLParser):
             self.marked.append([dict(attrs).get("class", ""), ""])
 
     def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag
+        assert self.open.pop() == tag
 
     def handle_data(self, data):
-        tags = [tag for tag, _ in self.open]
-        if "td" in tags or "th" in tags:
+        if "td" in self.open or "th" in self.open:
             self.rows[-1][-1] += data
-        elif "p" in tags:
+        elif "p" in self.open:
             self.marked[-1][1] += data
         if data.strip():
             self.text.append(" ".join(data.split()))
@@ -87,7 +88,6 @@ def page(everything):
 
 @pytest.fixture
 def no_figures(monkeypatch):
-    """Leaves the drawing out, a quarter of the time."""
     monkeypatch.setattr(plots, "render", lambda figure, suffix: b"<svg/>")
 
 
@@ -157,19 +157,16 @@ def test_hostile_names_are_text(tmp_path):
     assert {HOSTILE, "run ?"} <= {row[0] for row in page.rows} and HOSTILE in page.text
 
 
-def test_several_directories_from_elsewhere_without_tensorflow(tmp_path):
-    for name in ("a", "b"):
-        report_samples.write_training(tmp_path / name)
+def test_a_report_imports_no_tensorflow(tmp_path):
+    report_samples.write_training(tmp_path / "run")
     code = (
         "import sys; from app.options import Config; from app.commands.report import run;"
         "run(Config.of('report', directories=tuple(sys.argv[1:])));"
         "assert not {'tensorflow', 'keras', 'matplotlib.pyplot'} & set(sys.modules)"
     )
-    (tmp_path / "here").mkdir()
     environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "nonsense"}
-    arguments = "-c", code, tmp_path / "a", tmp_path / "b"
-    assert_ok(run_python(*arguments, cwd=tmp_path / "here", env=environment))
-    assert (tmp_path / "here" / REPORT_FILE).exists()
+    assert_ok(run_python("-c", code, tmp_path / "run", cwd=tmp_path, env=environment))
+    assert (tmp_path / "run" / REPORT_FILE).exists()
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -186,7 +183,7 @@ def test_which_records_a_page_is_made_of(tmp_path):
     page = report(tmp_path, tmp_path / "c" / "manual", out=tmp_path / "all.html")
     assert page.marked[0][1].endswith(" from c, c/single, c/manual, c/mirrored.")
     (tmp_path / "c" / "compare.json").unlink()
-    write_config(tmp_path / "c", Config.of("compare"), command="compare", strategies=["single"])
+    write_config(tmp_path / "c", "compare", strategies=["single"])
     assert "Not finished: there is no result yet." in report(tmp_path / "c").text
     names = ("manual", REPORT_FILE, "single")  # `runs/*` may hold an earlier report.
     page = report(*(tmp_path / "c" / name for name in names), out=tmp_path / "new" / "r.html")
@@ -208,38 +205,100 @@ def test_a_report_is_replaced_but_no_other_file(tmp_path):
         assert (tmp_path / f"{name}.html").read_bytes() == before
 
 
-def leaves(value, path=()):
-    """Yields where every value of a record is; of long lists the first two."""
-    if path:
-        yield path
-    keys = range(min(2, len(value))) if isinstance(value, list) else ()
-    for key in value if isinstance(value, dict) else keys:
-        yield from leaves(value[key], (*path, key))
-
-
-@pytest.mark.parametrize("name, command", [("refuted", "verify"), ("generated", "summary")])
+@pytest.mark.parametrize(
+    ("name", "file", "changes"),
+    [
+        ("refuted", "verify", {"trainings": []}),
+        ("refuted", "verify", {"pairs": [{"trainings": None}]}),
+        ("generated", "summary", {"devices": -1.5}),
+        ("generated", "summary", {"epoch_sec": "x"}),
+        ("compared", "compare", {"pairs": {"a": 1}}),
+        ("measured", "benchmark", {"cases": [None]}),
+    ],
+)
 @pytest.mark.usefixtures("no_figures")
-def test_whatever_a_record_holds_it_is_shown_or_refused(everything, tmp_path, name, command):
-    run = tmp_path / "run"
-    shutil.copytree(everything / name, run)
-    path = run / f"{command}.json"
-    record, outcomes = read_json(path), set()
-    tried = itertools.product(leaves(record), (None, "x", -1.5, [], {"a": 1}))
-    for where, other in random.Random(0).sample([*tried], 20):
-        damaged = at = json.loads(json.dumps(record))
-        for key in where[:-1]:
-            at = at[key]
-        at[where[-1]] = other
-        path.write_text(json.dumps(damaged))
-        try:
-            write_report([run], tmp_path / REPORT_FILE)
-            outcomes.add("shown")
-        except OutputError:
-            outcomes.add("refused")
-    assert outcomes == {"shown", "refused"}
-    path.write_text(json.dumps(record)[:-10])
-    with pytest.raises(OutputError, match=re.escape(path.name)):
+def test_a_damaged_record_is_refused_by_name(everything, tmp_path, name, file, changes):
+    run = shutil.copytree(everything / name, tmp_path / "run")
+    path = run / f"{file}.json"
+    path.write_text(json.dumps(read_json(path) | changes))
+    with pytest.raises(OutputError, match=rf"{file}\.json"):
         write_report([run], tmp_path / REPORT_FILE)
+
+
+# The final weights of the runs of `compare`.
+
+
+def changed(name, index, value):
+    array = STATE[name].copy()
+    array.flat[index] = value
+    return {**STATE, name: array}
+
+
+OTHER = changed("model/conv/kernel", 5, 5.5)
+
+
+def compare(**runs):
+    """Compares runs, each given by its state and what differs in its metadata."""
+    trained = {
+        name: Checkpoint(dataclasses.replace(RUN_METADATA, **changes), make_history(4), state)
+        for name, (state, changes) in runs.items()
+    }
+    return compare_weights(trained)
+
+
+def test_the_largest_difference_is_named():
+    def difference(first, second):
+        (pair,) = compare(a=(first, {}), b=(second, {}))
+        return pair["where"], pair["absolute"], pair["relative"]
+
+    halves = {**OTHER, "model/conv/bias": np.full(3, 0.25, np.float32)}
+    assert difference(STATE, halves) == ("conv/kernel", 0.5, pytest.approx(0.5 / 5.5))
+    assert difference(STATE, STATE) == ("", 0.0, 0.0)
+    name, absolute, _ = difference(STATE, changed("model/conv/kernel", 0, np.nan))
+    assert name == "conv/kernel" and np.isnan(absolute)
+    zeros = np.zeros(3, np.float32)
+    zero, minus = ({**STATE, "model/conv/bias": value} for value in (zeros, -zeros))
+    assert difference(zero, minus) == ("conv/bias", 0.0, 0.0)
+
+
+ONE = {"num_replicas": 1, "num_shards": 1}
+MOVING, SEEDS = {"model/norm/moving_mean": np.zeros(2)}, {"model/seed_generator": np.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "outcome", "why"),
+    [
+        ((STATE, {}), (STATE, {}), "bit-identical", ""),
+        ((STATE, {}), (OTHER, {}), "different", "should be identical"),
+        ((STATE, ONE), (OTHER, {}), "different, as expected", "the summation order differs"),
+        ((STATE, {}), (OTHER, {"all_reduce": "nccl"}), "different, as expected", "order differs"),
+        ((STATE | MOVING, ONE), (OTHER | MOVING, {}), "different, as expected", "own statistics"),
+        ((STATE | SEEDS, ONE), (OTHER | SEEDS, {}), "different, as expected", "random layers"),
+    ],
+)
+def test_a_reason_to_differ_is_named(first, second, outcome, why):
+    pairs = compare(a=first, b=second)
+    assert pairs[0]["outcome"] == outcome and why in pairs[0]["why"]
+    assert pairs_verdict(pairs)[0] == ("bad" if outcome == "different" else "good")
+
+
+def test_runs_on_different_images_are_not_compared():
+    other = {"dataset_sha256": "2", "dataset": "fashion_mnist"}
+    with pytest.raises(DataError, match="a on synthetic, b on fashion_mnist"):
+        compare(a=(STATE, {}), b=(STATE, other))
+
+
+def test_the_table_shows_speed_up_over_single_on_real_devices():
+    single, manual = (
+        make_summary(make_history(4), {"strategy": name}) for name in ("single", "manual")
+    )
+    single["epoch_sec"], manual["epoch_sec"] = 10.0, 8.0
+    _, rows = results_table({"single": single, "manual": manual})
+    assert rows[1] == ["manual", "2 simulated", "0.7500", "8.00", "400"]
+    for summary in (single, manual):
+        summary["simulated_devices"] = False
+    _, rows = results_table({"single": single, "manual": manual})
+    assert [row[-1] for row in rows] == ["1.00x", "1.25x"]
 
 
 # The page of verdicts: `python -m lockstep … --html FILE`.

@@ -46,15 +46,10 @@ def test_every_strategy_is_clean_and_three_are_bit_identical(clean):
         sentence = record["trainings"][name]["sentence"]
         assert sentence.startswith(f"{name} is the training on one device")
         assert sentence in result.stdout
-    outcomes = {tuple(pair["trainings"]): pair["outcome"] for pair in record["pairs"]}
-    assert outcomes == {
-        ("single", "manual"): "two trainings by design",
-        ("single", "mirrored"): "two trainings by design",
-        ("single", "sharded"): "two trainings by design",
-        ("manual", "mirrored"): "bit-identical",
-        ("manual", "sharded"): "bit-identical",
-        ("mirrored", "sharded"): "bit-identical",
-    }
+    assert len(record["pairs"]) == 6
+    for pair in record["pairs"]:
+        by_design = "single" in pair["trainings"]
+        assert pair["outcome"] == ("two trainings by design" if by_design else "bit-identical")
     assert "bit-identical: manual – mirrored, manual – sharded" in result.stdout
     assert "TF32 off" in result.stdout
 
@@ -82,7 +77,6 @@ def test_what_a_verification_leaves(clean):
 
 
 def test_a_refused_verify_leaves_what_is_there(clean):
-    """Not even --overwrite deletes anything before there is something to put in its place."""
     out, _ = clean
     before = sorted(path.name for path in out.rglob("*"))
     for flags in (["--strategies=manual,magic"], ["--dataset=fashion_mnist", "--data_dir=/none"]):
@@ -93,7 +87,6 @@ def test_a_refused_verify_leaves_what_is_there(clean):
 
 # Fault, with flags → the node of its place, its finer name and its step.
 FAULTS = {
-    "drop_gradient": ("sum", "lost_part", "step 1"),
     "drop_gradient:replica=0,step=3": ("sum", "lost_part", "step 3"),
     "scale_gradient:factor=3": ("sum", "wrong_factor", "step 1"),
     "mean_of_means": ("sum", "", "step 1"),
@@ -131,9 +124,8 @@ def test_a_fault_is_injected_into_the_strategy_that_is_named(tmp_path):
     result = run_here("verify", *words, "--inject=drop_gradient:strategy=mirrored")
     assert result.returncode == 9
     trainings = load(tmp_path / "run")["trainings"]
-    assert {name: each["status"] for name, each in trainings.items()} == {
-        "manual": "clean", "mirrored": "fault",
-    }  # fmt: skip
+    found = [(trainings[name]["status"], trainings[name]["name"]) for name in trainings]
+    assert found == [("clean", ""), ("fault", "lost_part")]
     assert "manual and mirrored: different" in result.stdout
 
 
@@ -144,16 +136,16 @@ def test_a_fault_that_changes_too_little_is_told(tmp_path):
     assert "the injected fault was not found: scale_gradient:factor=1.00000001" in result.stderr
 
 
-def test_a_training_that_is_not_finite_is_refused(tmp_path):
-    words = [*SMALL[:-1], "--learning_rate=3e38", "--strategies=manual", f"--out={tmp_path}/run"]
-    result = run_here("verify", *words, "--steps=3")
-    assert result.returncode == 7 and "not finite after step" in result.stderr.splitlines()[-1]
-
-
-def test_a_verified_step_that_diverges_on_one_device_too_is_no_mismatch(tmp_path):
-    words = [*SMALL[:-1], "--learning_rate=3e38", "--epochs=1", f"--out={tmp_path}/run"]
-    result = run_here("train", *words, "--verify_every=1")
-    assert result.returncode == 7 and "use a smaller --learning_rate" in result.stderr
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["verify", "--strategies=manual", "--steps=3"], "not finite after step"),
+        (["train", "--verify_every=1", "--epochs=1"], "use a smaller --learning_rate"),
+    ],
+)
+def test_a_training_that_diverges_on_one_device_too_is_no_mismatch(tmp_path, words, told):
+    result = run_here(*words, *SMALL[:-1], "--learning_rate=3e38", f"--out={tmp_path}/run")
+    assert result.returncode == 7 and told in result.stderr.splitlines()[-1]
 
 
 def test_a_pair_that_differs_in_an_early_step_alone_is_not_bit_identical(monkeypatch):

@@ -1,12 +1,18 @@
-"""Collectives are exact: whole numbers, equality, any number of replicas; shards of a batch."""
+"""Exact collectives, shards of a batch, the loss, and the checks of sums and copies."""
+
+import itertools
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from app.errors import AllReduceError, ReplicaDivergenceError
+from app.training.checks import check_all_reduce, check_copies
+from strategies.base import StepTotals, sum_of_losses
 from strategies.collectives import all_gather, reduce_scatter, shard_bounds
-from strategies.manual import ALL_REDUCE_FUNCTIONS
+from strategies.manual import ALL_REDUCE_FUNCTIONS, ManualStrategy
 from tests.conftest import CPUS
+from tests.small_models import create, deep_norm_network, momentum_sgd, small_network
 
 SHAPES = [(0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.
 DTYPES = [tf.float32, tf.float64, tf.bfloat16, tf.int64]
@@ -21,29 +27,43 @@ def on_devices(per_replica_arrays, devices):
     return per_replica_tensors
 
 
+def whole_numbers(devices, shapes, dtype):
+    """Returns arrays for each device; sums of eight are exact in bfloat16, too."""
+    generator = np.random.default_rng(len(devices))
+    return [
+        [generator.integers(-31, 32, shape).astype(dtype.as_numpy_dtype) for shape in shapes]
+        for _ in devices
+    ]
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("algorithm", ALL_REDUCE_FUNCTIONS)
 def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
-    # As many as asked for: algorithms do not mind that some are one and the same.
-    devices = [CPUS[r % len(CPUS)] for r in range(num_replicas)]
-    generator = np.random.default_rng(num_replicas)
+    devices = [CPUS[r % len(CPUS)] for r in range(num_replicas)]  # Some may be the same one.
     for dtype in DTYPES:
-        # Sums of eight are exact in bfloat16 too: whole numbers up to 256.
-        arrays = [
-            [
-                generator.integers(-31, 32, shape).astype(dtype.as_numpy_dtype)
-                for shape in [(), *SHAPES]
-            ]
-            for _ in devices
-        ]
+        arrays = whole_numbers(devices, [(), *SHAPES], dtype)
         results = ALL_REDUCE_FUNCTIONS[algorithm](on_devices(arrays, devices), devices)
-        assert len(results) == num_replicas
-        for replica_id, result in enumerate(results):
+        for device, result in zip(devices, results, strict=True):
             for position, total in enumerate(result):
                 expected = sum(replica[position].astype(np.float64) for replica in arrays)
                 np.testing.assert_array_equal(total.numpy().astype(np.float64), expected)
                 assert total.dtype == dtype and total.shape == expected.shape
-                assert total.device.endswith(devices[replica_id].removeprefix("/"))
+                assert total.device.endswith(device)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 4])
+def test_a_reduce_scatter_is_a_sum_in_parts(num_devices):
+    devices = CPUS[:num_devices]
+    arrays = whole_numbers(devices, SHAPES, tf.float32)
+    per_device_parts = reduce_scatter(on_devices(arrays, devices), devices)
+    totals = [np.sum(copies, axis=0) for copies in zip(*arrays, strict=True)]
+    wholes = all_gather(per_device_parts, devices)
+    for r, device in enumerate(devices):
+        for part, whole, total in zip(per_device_parts[r], wholes[r], totals, strict=True):
+            start, end = shard_bounds(len(total), num_devices, r)
+            np.testing.assert_array_equal(part.numpy(), total[start:end])
+            np.testing.assert_array_equal(whole.numpy(), total)
+            assert part.device.endswith(device) and whole.device.endswith(device)
 
 
 @pytest.mark.parametrize("num_shards", range(1, 9))
@@ -59,20 +79,82 @@ def test_shards_are_disjoint_complete_in_order_and_the_first_are_larger(num_shar
         assert [tuple(map(int, pair)) for pair in in_graph] == bounds
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 4])
-def test_a_reduce_scatter_is_a_sum_in_parts(num_devices):
-    devices, generator = CPUS[:num_devices], np.random.default_rng(1)
-    arrays = [  # Whole numbers, whose sums are exact.
-        [generator.integers(-99, 99, shape).astype(np.float32) for shape in SHAPES] for _ in devices
-    ]
-    per_device_parts = reduce_scatter(on_devices(arrays, devices), devices)
-    totals = [np.sum(copies, axis=0) for copies in zip(*arrays, strict=True)]
-    for position, total in enumerate(totals):
-        for r, (device, parts) in enumerate(zip(devices, per_device_parts, strict=True)):
-            start, end = shard_bounds(len(total), num_devices, r)
-            np.testing.assert_array_equal(parts[position].numpy(), total[start:end])
-            assert parts[position].device.endswith(device)
-    for device, wholes in zip(devices, all_gather(per_device_parts, devices), strict=True):
-        for whole, total in zip(wholes, totals, strict=True):
-            np.testing.assert_array_equal(whole.numpy(), total)
-            assert whole.device.endswith(device)
+def test_label_smoothing_against_the_definition():
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(5, 10)).astype(np.float32)
+    labels = generator.integers(0, 10, 5)
+    target = 0.9 * np.eye(10)[labels] + 0.1 / 10
+    log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    loss = sum_of_losses(tf.constant(logits), tf.constant(labels, tf.int32), 0.1)
+    np.testing.assert_allclose(loss, -(target * log_probabilities).sum(), rtol=1e-6)
+
+
+def test_totals_give_mean_and_fraction_and_an_empty_shard_adds_nothing():
+    totals = StepTotals.sum([StepTotals(3.0, 6, 8), StepTotals(1.0, 0, 2)])
+    assert totals == (4.0, 6, 10) and (totals.loss, totals.accuracy) == (0.4, 0.6)
+    empty = tf.zeros((0, 10)), tf.zeros((0,), tf.int32)
+    assert [float(v) for v in StepTotals.of(*empty)] == [0, 0, 0]
+    assert sum_of_losses(*empty) == 0
+    logits = tf.constant([[2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    loss_sum, correct, examples = StepTotals.of(logits, tf.constant([0, 0, 1]))
+    assert (int(correct), int(examples)) == (2, 3)
+    np.testing.assert_allclose(loss_sum, 3 * np.log(1 + np.exp(-2)) + 2, rtol=1e-6)
+
+
+class FaultyStrategy(ManualStrategy):
+    """Adds each replica as often as `counts` says, on replica 1."""
+
+    counts = ()
+
+    def all_reduce(self, per_replica_tensors):
+        results = super().all_reduce(per_replica_tensors)
+        results[1] = [
+            sum(count * tensor for count, tensor in zip(self.counts, copies, strict=True))
+            for copies in zip(*per_replica_tensors, strict=True)
+        ]
+        return results
+
+
+def test_the_check_of_the_all_reduce_distinguishes_every_case():
+    strategy = FaultyStrategy(CPUS[:3])
+    strategy.build(small_network, momentum_sgd)
+    for strategy.counts in itertools.product((0, 1, 2, 1 / 3), repeat=3):
+        if strategy.counts == (1, 1, 1):
+            check_all_reduce(strategy)
+            continue
+        with pytest.raises(AllReduceError, match="replica 1 got") as caught:
+            check_all_reduce(strategy)
+        lost = ", ".join(str(r) for r, count in enumerate(strategy.counts) if count == 0)
+        assert (f"replica {lost} was lost" in str(caught.value)) == bool(lost)
+        for count in (2, 1 / 3):
+            times = f"each replica counts {count:.3g} times"
+            assert (times in str(caught.value)) == (strategy.counts == (count,) * 3)
+
+
+@pytest.mark.parametrize("name", ["manual", "mirrored"])
+def test_only_statistics_may_differ_between_replicas(name):
+    strategy = create(name, 3, deep_norm_network)
+    check_copies(strategy)
+    assign_other(strategy, 1, "norm/moving_mean", 0.5)
+    check_copies(strategy)
+    assign_other(strategy, 2, "logits/kernel", 0.25)
+    told = "logits/kernel on replica 2 differs from replica 0, 1 by 0.25"
+    with pytest.raises(ReplicaDivergenceError, match=told) as caught:
+        check_copies(strategy)
+    assert caught.value.exit_code == 9
+
+
+@pytest.mark.parametrize(
+    ("variable", "amount"), [("optimizer/iteration", 1), ("logits/bias", np.nan)]
+)
+def test_what_the_optimizer_keeps_and_a_value_that_is_not_finite_count_too(variable, amount):
+    strategy = create("manual", 2)
+    assign_other(strategy, 1, variable, amount)
+    with pytest.raises(ReplicaDivergenceError, match=rf"{variable[-4:]} on replica 1"):
+        check_copies(strategy)
+
+
+def assign_other(strategy, replica_id, name, amount):
+    (name,) = (n for n in strategy.states.variable_names if n.endswith(name))
+    variable = strategy.copies()[replica_id][name]
+    variable.assign(variable + tf.cast(amount, variable.dtype))

@@ -1,13 +1,14 @@
-"""Architectures: shapes, exact parameter counts, names; models that are refused."""
+"""Models: shapes, exact parameter counts, names, own layers; models that are refused."""
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from app.data.fashion_mnist import IMAGE_SHAPE, NUM_CLASSES
 from app.errors import ConfigError
 from app.training.recipes import find_recipe
-from models import MODELS, load_model_builder
+from models import MODELS, layers, load_model_builder
 from models.resnet import build_resnet
 from tests.dense_network import build_dense_network
 from tests.small_models import build_network
@@ -21,82 +22,145 @@ OUTPUTS = {
 SHAPES = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
 
 
-def build(recipe, name, seed=0):
-    return find_recipe(recipe, name).build_model(load_model_builder(name), **SHAPES, seed=seed)
-
-
-def count(variables):
-    return sum(int(np.prod(variable.shape)) for variable in variables)
+def build(builder, recipe="fast", name="other", seed=5):
+    return find_recipe(recipe, name).build_model(builder, **SHAPES, seed=seed)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_and_parameters(name):
     model = build_network(name)
-    assert model.input_shape == (None, 28, 28, 1)
-    assert model.output_shape == (None, 10)
-    assert count(model.trainable_variables) == TRAINABLE[name]
+    assert (model.input_shape, model.output_shape) == ((None, 28, 28, 1), (None, 10))
+    assert sum(np.prod(v.shape) for v in model.trainable_variables) == TRAINABLE[name]
     other = load_model_builder(name)(image_shape=(32, 24, 3), num_classes=7)
     assert (other.input_shape, other.output_shape) == ((None, 32, 24, 3), (None, 7))
     for layer, shape in OUTPUTS[name].items():
         assert model.get_layer(layer).output.shape == (None, *shape)
 
 
-def test_a_residual_block_ends_with_a_relu():
+def test_a_residual_network_has_its_layers_and_a_block_ends_with_a_relu():
     network = build_resnet(
         name="two_blocks", image_shape=(8, 8, 1), num_classes=10, stage_widths=(4, 8),
         blocks_per_stage=1,
     )  # fmt: skip
+    nested = network._flatten_layers()
+    kinds = {type(layer) for layer in nested if layer.weights and not hasattr(layer, "layers")}
+    assert kinds == {layers.Conv2D, layers.BatchNormalization, keras.layers.Dense}
     pools = keras.layers.GlobalAveragePooling2D
     (pool,) = (layer for layer in network.layers if isinstance(layer, pools))
     images = np.random.default_rng(0).normal(size=(4, 8, 8, 1))
     assert np.min(keras.Model(network.input, pool.input)(images)) == 0
 
 
-@pytest.mark.parametrize(
-    ("own", "named"),
-    [
-        ({"image_shape": (32, 32, 3)}, "input shape is (None, 32, 32, 3), "),
-        ({"num_classes": 100}, "output shape is (None, 100), "),
-    ],
-)
-def test_a_model_that_does_not_fit_the_data_set_is_refused(own, named):
-    def builder(**arguments):
-        return build_dense_network(**{**arguments, **own})
-
-    with pytest.raises(ConfigError, match=r"^model dense: ") as refusal:
-        find_recipe("d2l", "other").build_model(builder, **SHAPES, seed=0)
-    assert named in str(refusal.value)
-    required = (None, *IMAGE_SHAPE) if "image_shape" in own else (None, NUM_CLASSES)
-    assert f"requires {required}" in str(refusal.value)
-
-
-def test_dimensions_that_a_model_leaves_open_fit_any_data_set():
-    def builder(*, image_shape, num_classes, kernel_initializer):
-        images = keras.Input((None, None, image_shape[-1]))
-        pooled = keras.layers.GlobalAveragePooling2D()(images)
-        return keras.Model(images, keras.layers.Dense(num_classes)(pooled), name="open")
-
-    model = find_recipe("d2l", "other").build_model(builder, **SHAPES, seed=0)
-    assert model.input_shape == (None, *IMAGE_SHAPE)
-
-
 @pytest.mark.parametrize(("recipe", "name"), [("d2l", "lenet"), ("fast", "resnet18")])
 def test_initial_weights_follow_from_the_seed(recipe, name):
-    first, again, other = (build(recipe, name, seed) for seed in (5, 5, 6))
-    pairs = list(zip(first.variables, again.variables, other.variables, strict=True))
-    assert all(np.array_equal(a, b) for a, b, _ in pairs)
-    kernels = [(a, c) for a, _, c in pairs if a.path.endswith("kernel")]
-    assert all(not np.array_equal(a, c) for a, c in kernels)
-    assert all(np.all(a == 0) for a, _, _ in pairs if a.path.endswith("bias"))
+    builder = load_model_builder(name)
+    first, again, other = (build(builder, recipe, name, seed).variables for seed in (5, 5, 6))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    pairs = [(a, b) for a, b in zip(first, other, strict=True) if a.path.endswith("kernel")]
+    assert all(not np.array_equal(a, b) for a, b in pairs)
+    assert all(np.all(v == 0) for v in first if v.path.endswith("bias"))
     if recipe == "d2l":
-        values = np.concatenate([a.numpy().ravel() for a, _ in kernels])
+        values = np.concatenate([a.numpy().ravel() for a, _ in pairs])
         assert abs(values.mean()) < 1e-4 and abs(values.std() - 0.01) < 1e-4
     # Layers of one shape start from different numbers.
-    values = [variable.numpy().tobytes() for variable, _ in kernels]
-    assert len({*values}) == len(values)
+    assert len({kernel.numpy().tobytes() for kernel, _ in pairs}) == len(pairs)
 
 
-# Names of unnamed layers, and models that strategies cannot train equally.
+# The two layers that are written again: results and gradients are those of Keras.
+
+# Policy → largest distance, relative to the largest number: roundings of the policy's numbers.
+DTYPES = {"float32": 2e-6, "mixed_bfloat16": 2e-2, "float64": 1e-14}
+
+
+def results(layer, images, upstream):
+    """Returns what a layer computes in training, and its kinds of operations."""
+
+    @tf.function(autograph=False)
+    def compute(images, upstream):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            outputs = layer(images, training=True)
+            target = tf.reduce_sum(outputs * tf.cast(upstream, outputs.dtype))
+        sources = [images, *(variable.value for variable in layer.trainable_variables)]
+        return outputs, tape.gradient(target, sources)
+
+    outputs, gradients = compute(images, upstream)
+    left = [variable.value for variable in layer.non_trainable_variables]
+    arrays = [tf.cast(tensor, "float64").numpy() for tensor in (outputs, *gradients, *left)]
+    graph = compute.get_concrete_function(images, upstream).graph
+    return arrays, {operation.type for operation in graph.get_operations()}
+
+
+def compare(name, shape, *arguments, dtype="float32", **options):
+    """Checks that a layer computes what Keras' does; returns the operations of both."""
+    generator = np.random.default_rng(3)
+    own, theirs = (
+        getattr(module, name)(*arguments, dtype=dtype, **options)
+        for module in (layers, keras.layers)
+    )
+    images = generator.normal(2.0, 1.5, shape)
+    own.build(shape)
+    theirs.build(shape)
+    theirs.set_weights([generator.normal(1.0, 0.3, v.shape) for v in theirs.variables])
+    own.set_weights(theirs.get_weights())
+    upstream = generator.normal(size=own.compute_output_shape(shape))
+    given = tf.constant(images, keras.DTypePolicy(dtype).compute_dtype), tf.constant(upstream)
+    (found, of_own), (expected, of_theirs) = results(own, *given), results(theirs, *given)
+    for array, reference in zip(found, expected, strict=True):
+        assert np.abs(array - reference).max() <= DTYPES[dtype] * np.abs(reference).max()
+    return of_own, of_theirs
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "options", "is_product"),
+    [
+        ((3, 4, 4, 6), 3, {}, True),
+        ((3, 4, 4, 6), 3, {"dtype": "float64"}, False),
+        ((2, 7, 7, 5), 3, {"strides": 2, "dtype": "mixed_bfloat16"}, True),
+        ((2, 4, 3, 2), (3, 2), {"strides": (2, 1)}, True),
+        ((2, 5, 6, 3), 5, {"strides": 3}, True),
+        ((2, 3, 3, 4), 1, {}, False),
+        ((2, 9, 9, 3), 3, {}, False),
+        ((2, 4, 4, 2), 3, {"padding": "valid"}, False),
+        ((2, 4, 4, 2), 3, {"dilation_rate": 2}, False),
+        ((2, 4, 4, 2), 3, {"groups": 2}, False),
+    ],
+)
+def test_a_convolution_is_that_of_keras_and_of_small_images_a_product(
+    shape, kernel, options, is_product
+):
+    of_own, _ = compare("Conv2D", shape, 8, kernel, **{"padding": "same", **options})
+    assert ("MatMul" in of_own) == is_product
+
+
+@pytest.mark.parametrize(
+    ("options", "is_fused"),
+    [
+        ({}, True), ({"dtype": "mixed_bfloat16"}, True), ({"dtype": "float64"}, False),
+        ({"synchronized": True}, False),
+    ],
+)  # fmt: skip
+def test_batch_norm_is_that_of_keras(options, is_fused):
+    of_own, of_theirs = compare(
+        "BatchNormalization", (4, 5, 3, 7), momentum=0.7, epsilon=1e-3, **options
+    )
+    assert ("FusedBatchNormV3" in of_own) == is_fused and "FusedBatchNormV3" not in of_theirs
+
+
+def test_batch_norm_uses_moving_statistics_in_evaluation_and_if_it_is_not_trained():
+    images = tf.random.stateless_normal((4, 2, 2, 3), (1, 2))
+    own, theirs = layers.BatchNormalization(), keras.layers.BatchNormalization()
+    for layer in (own, theirs):
+        layer.build(images.shape)
+        layer.set_weights([np.arange(1.0, 4.0) + i for i in range(4)])
+    assert np.array_equal(own(images, training=False), theirs(images, training=False))
+    own.trainable = theirs.trainable = False
+    before = own.get_weights()
+    assert np.array_equal(own(images, training=True), theirs(images, training=True))
+    assert all(map(np.array_equal, before, own.get_weights()))
+
+
+# Models of one's own: unnamed layers, and what is refused.
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -127,27 +191,20 @@ def build_unnamed(*, image_shape, num_classes, kernel_initializer="glorot_unifor
     return keras.Model(images, TwoLayers(kernel_initializer)(x), name="unnamed")
 
 
-def checked(network):
-    return find_recipe("fast", "other").build_model(network, **SHAPES, seed=5)
-
-
 def unnamed_model():
-    return checked(build_unnamed)
-
-
-def names(model):
-    return [variable.path for variable in model.variables]
+    return build(build_unnamed)
 
 
 def test_names_and_weights_do_not_depend_on_the_numbers_of_layers():
     keras.utils.set_random_seed(5)
     initializer = find_recipe("fast", "other").kernel_initializer
-    network = build_unnamed(**SHAPES, kernel_initializer=initializer)
+    network = build_unnamed(**SHAPES, kernel_initializer=initializer)  # Checked by nothing.
     first = unnamed_model()
     keras.layers.Dense(1)  # Another model of the process.
     second = unnamed_model()
-    assert names(first) == names(second)
-    assert len(set(names(first))) == len(names(first)) == 12
+    paths = [variable.path for variable in first.variables]
+    assert paths == [variable.path for variable in second.variables]
+    assert len(set(paths)) == len(paths) == 12
     for model in (first, second):
         for expected, variable in zip(network.variables, model.variables, strict=True):
             np.testing.assert_array_equal(expected.numpy(), variable.numpy())
@@ -161,6 +218,15 @@ def test_manual_and_mirrored_train_unnamed_layers_bit_for_bit():
         assert_same_bits(state, expected)
 
 
+def test_dimensions_that_a_model_leaves_open_fit_any_data_set():
+    def builder(*, image_shape, num_classes, kernel_initializer):
+        images = keras.Input((None, None, image_shape[-1]))
+        pooled = keras.layers.GlobalAveragePooling2D()(images)
+        return keras.Model(images, keras.layers.Dense(num_classes)(pooled), name="open")
+
+    assert build(builder).input_shape == (None, *IMAGE_SHAPE)
+
+
 def with_layer(layer):
     """Returns the builder of a model with this layer, built again each time, in a nested model."""
 
@@ -172,12 +238,12 @@ def with_layer(layer):
     return build_network
 
 
-def dense(**options):
-    return with_layer(
-        lambda initializer: keras.layers.Dense(
-            10, kernel_initializer=initializer, name="penalised", **options
-        )
-    )
+def other_shape(**other):
+    return lambda **given: build_dense_network(**{**given, **other})
+
+
+def two_layers(**options):
+    return with_layer(lambda initializer: TwoLayers(initializer, **options))
 
 
 ADDS = "model adding: layer penalised adds a loss"
@@ -186,24 +252,19 @@ ADDS = "model adding: layer penalised adds a loss"
 @pytest.mark.parametrize(
     ("network", "told"),
     [
-        (dense(kernel_regularizer="l2"), ADDS), (dense(activity_regularizer="l2"), ADDS),
-        (with_layer(lambda given: TwoLayers(given, adds_loss=True, name="penalised")), ADDS),
-        (with_layer(lambda given: TwoLayers(given, names=("a", "a"), name="two")),
-         "2 variables are named inner/two/a/kernel; give each layer"),
+        (with_layer(lambda _: keras.layers.Dense(10, kernel_regularizer="l2", name="penalised")),
+         ADDS),
+        (with_layer(lambda _: keras.layers.Dense(10, activity_regularizer="l2", name="penalised")),
+         ADDS),
+        (two_layers(adds_loss=True, name="penalised"), ADDS),
+        (two_layers(names=("a", "a"), name="two"),
+         "model adding: 2 variables are named inner/two/a/kernel; give each layer"),
+        (other_shape(image_shape=(32, 32, 3)),
+         r"model dense: .* \(None, 32, 32, 3\), .* requires \(None, 28, 28, 1\)"),
+        (other_shape(num_classes=100), r"model dense: .* \(None, 100\), .* requires \(None, 10\)"),
     ],
 )  # fmt: skip
 def test_a_model_that_strategies_cannot_train_equally_is_refused(network, told):
-    with pytest.raises(ConfigError, match=told) as refusal:
-        checked(network)
+    with pytest.raises(ConfigError, match=f"^{told}") as refusal:
+        build(network)
     assert refusal.value.exit_code == 2 and "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["lenet", "unnamed"])
-def test_the_check_of_a_model_changes_nothing(name, monkeypatch):
-    network = build_unnamed if name == "unnamed" else load_model_builder(name)
-    first = checked(network)
-    monkeypatch.setattr("app.training.recipes.check_model", lambda model: None)
-    second = checked(network)
-    assert names(first) == names(second)
-    for a, b in zip(first.variables, second.variables, strict=True):
-        np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -22,8 +22,6 @@ ROUNDING = 2e-6
 
 
 class Training(NamedTuple):
-    """What is trained, and how."""
-
     strategy: str
     num_devices: int
     network: object
@@ -32,15 +30,10 @@ class Training(NamedTuple):
     options: tuple
 
     def __str__(self):
-        """Returns the name of a test case."""
-        words = [f"{key}={value}".replace(" ", "") for key, value in self.options]
-        if self.policy != "float32":
-            words.insert(0, self.policy)
-        if self.optimizer:
-            optimizer = self.optimizer
-            function = getattr(optimizer, "args", [optimizer])[0]
-            words.insert(0, getattr(function, "__name__", ""))
-        return "-".join([self.strategy, str(self.num_devices), self.network.__name__, *words])
+        options = [f"{key}={value}" for key, value in self.options]
+        return "-".join(
+            [self.strategy, str(self.num_devices), self.network.__name__, self.policy, *options]
+        )
 
 
 def training(
@@ -50,12 +43,9 @@ def training(
 
 
 class Walk(NamedTuple):
-    """A training step by step: what is read before it, and after each step.
+    """A training step by step: what is read before it, and after each step."""
 
-    The strategy is that after the last step; a test that changes it trains it up to there again.
-    """
-
-    strategy: object
+    strategy: object  # After the last step; a test that changes it trains it up to there again.
     losses: list
     states: list
     statistics: list  # Of each shard, after each step.
@@ -71,13 +61,8 @@ def make_images(num_examples):
 
 def batches(strategy, start_step=0):
     """Returns an iterator over the examples of a walk, from a step on."""
-    dataset = train_dataset(
-        *make_images(NUM_EXAMPLES),
-        seed=3,
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        start_step=start_step,
-    )
-    return strategy.distribute(dataset)
+    options = {"seed": 3, "global_batch_size": GLOBAL_BATCH_SIZE, "start_step": start_step}
+    return strategy.distribute(train_dataset(*make_images(NUM_EXAMPLES), **options))
 
 
 @functools.cache
@@ -85,13 +70,7 @@ def walk(wanted):
     """Trains, or returns the training that has been made."""
     keras.config.set_dtype_policy(wanted.policy)
     try:
-        strategy = create(
-            wanted.strategy,
-            wanted.num_devices,
-            wanted.network,
-            wanted.optimizer,
-            **dict(wanted.options),
-        )
+        strategy = create(*wanted[:4], **dict(wanted.options))
         iterator, losses = batches(strategy), []
         states, statistics = [strategy.state()], [[]]
         for _ in range(NUM_STEPS):

@@ -1,118 +1,55 @@
 """Choosing devices: what the machine has is pretended."""
 
-import json
-
 import pytest
 import tensorflow as tf
 
 from app.devices import setup
 from app.errors import DeviceError
 from app.options import Config
-from tests.conftest import CPUS, run_python
+from tests.conftest import CPUS
 
-# Sets devices up as a program does, and prints what TensorFlow has then.
-SCRIPT = """
-import json, resource
-from app.devices import setup
-from app.options import Config
-made = setup.set_up(Config.of(device="cpu"))
-import keras
-import tensorflow as tf
-import numpy as np
-from tensorflow.python.framework import test_util
-def page_faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    arrays = [np.ones(2**16) for _ in range(100)]  # 50 MiB, freed at the end.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-page_faults()
-print(json.dumps({
-    "page_faults": page_faults(),
-    "names": made.names,
-    "simulated": made.simulated,
-    "has_onednn": test_util.IsMklEnabled(),
-    "logical": len(tf.config.list_logical_devices("CPU")),
-    "intra": tf.config.threading.get_intra_op_parallelism_threads(),
-    "keras": [keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format()],
-}))
-"""
-
-
-def test_without_a_gpu_two_logical_cpus_and_the_kernels_that_the_user_has_chosen(tmp_path):
-    """Whatever a user's settings of Keras are."""
-    (tmp_path / "keras.json").write_text(
-        '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
-    )
-    env = {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch", "TF_ENABLE_ONEDNN_OPTS": "0"}
-    result = run_python("-c", SCRIPT, env=env)
-    done = json.loads(result.stdout)
-    assert done["keras"] == ["tensorflow", "float32", "channels_last"]
-    assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
-    assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
-    assert not done["has_onednn"]
-    assert done["page_faults"] < 1000  # 12,800 pages, which the process has kept.
-    assert result.stderr == ""  # TensorFlow's own messages are held back.
+GPUS = ["/device:GPU:0", "/device:GPU:1"]
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Pretends that TensorFlow has used no device yet; the function sets up as with some GPUs."""
-    done = {"growth": 0, "threads": []}
-
-    def grow(gpu, on):
-        assert on
-        done["growth"] += 1
-
-    def set_up(gpus_there, **options):
-        gpus = [f"gpu{i}" for i in range(gpus_there)]
-        monkeypatch.setattr(
-            tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu0"]
-        )
-        try:
-            made = setup.set_up(Config.of(**options))
-        except DeviceError as error:
-            return done | {"error": str(error), "code": error.exit_code}
-        return done | {"names": made.names, "simulated": made.simulated}
-
+def done(monkeypatch):
+    """What TensorFlow, which has used no device yet, is set up to."""
+    done = {"visible": [], "growth": [], "logical": []}
     for name, pretended in {
         "set_visible_devices": lambda chosen, kind: done.update(visible=chosen),
-        "set_logical_device_configuration": lambda cpu, made: done.update(logical=len(made)),
-        "experimental.set_memory_growth": grow,
-        "threading.set_intra_op_parallelism_threads": done["threads"].append,
-        "threading.set_inter_op_parallelism_threads": done["threads"].append,
+        "set_logical_device_configuration": lambda cpu, made: done.update(logical=made),
+        "experimental.set_memory_growth": lambda gpu, on: done["growth"].append(gpu),
+        "threading.set_intra_op_parallelism_threads": lambda number: None,
+        "threading.set_inter_op_parallelism_threads": lambda number: None,
     }.items():
         monkeypatch.setattr(f"tensorflow.config.{name}", pretended)
-    return set_up
+    return done
 
 
+# GPUs of the machine, options, names of the devices or the reason of a refusal.
 @pytest.mark.parametrize(
-    ("gpus_there", "options", "names", "visible"),
+    ("num_gpus", "options", "expected"),
     [
-        (0, {"strategy": "single"}, CPUS[:1], []),
-        (0, {"num_gpus": 3}, CPUS[:3], []),
-        (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
-        (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
-        (2, {"device": "cpu", "num_devices": 4}, CPUS, []),
-    ],
-)
-def test_devices_that_are_taken(machine, capsys, gpus_there, options, names, visible):
-    done = machine(gpus_there, **options)
-    assert (done["names"], done.get("visible", [])) == (names, visible)
-    assert done["growth"] == len(visible)
-    assert done.get("logical", 0) == (0 if visible else len(names))
-    assert visible or min(done["threads"]) >= 1
-    assert done["simulated"] == (len(names) > 1 and not visible)
-    warning = "WARNING: 3 devices asked for, but this machine has no GPU"
-    assert (warning in capsys.readouterr().err) == (options == {"num_gpus": 3})
-
-
-@pytest.mark.parametrize(
-    ("gpus_there", "options", "told"),
-    [
+        (2, {}, GPUS),
+        (4, {"num_gpus": 2}, GPUS),
+        (2, {"device": "cpu", "num_devices": 4}, CPUS),
+        (0, {"num_gpus": 3}, CPUS[:3]),
         (0, {"device": "gpu"}, "--device=gpu: TensorFlow sees no GPU"),
         (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
         (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
     ],
 )
-def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
-    done = machine(gpus_there, **options)
-    assert done["code"] == 6 and told in done["error"]
+def test_the_devices_that_a_machine_has(done, monkeypatch, num_gpus, options, expected):
+    gpus = [f"gpu{index}" for index in range(num_gpus)]
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu0"]
+    )
+    if isinstance(expected, str):
+        with pytest.raises(DeviceError, match=expected) as refusal:
+            setup.set_up(Config.of(**options))
+        assert refusal.value.exit_code == 6
+        return
+    made, is_gpu = setup.set_up(Config.of(**options)), expected == GPUS
+    assert (made.names, made.simulated) == (expected, not is_gpu)
+    assert done["visible"] == done["growth"] == (gpus[:2] if is_gpu else [])
+    assert len(done["logical"]) == (0 if is_gpu else len(expected))

@@ -55,7 +55,6 @@ def test_a_file_without_end_is_not_read_to_its_end(folder, monkeypatch):
 
 
 def test_only_data_that_is_missing_is_replaced(folder, tmp_path):
-    """Generated images take the place of missing ones, and of nothing else."""
     manual = tmp_path / "tfds" / "downloads" / "manual"
     shutil.copytree(folder, manual, ignore=shutil.ignore_patterns("tfds"))
     assert len(load_fashion_mnist(None).train_images) == 30
@@ -71,7 +70,7 @@ def test_only_data_that_is_missing_is_replaced(folder, tmp_path):
 
 
 def prepare(folder):
-    """Makes a folder look as if TFDS had prepared the data set in it; returns the folder."""
+    """Makes a folder look as if TFDS had prepared the data set in it."""
     prepared = folder / "fashion_mnist" / "3.0.1"
     prepared.mkdir(parents=True)
     (prepared / "dataset_info.json").write_text("{}")
@@ -79,7 +78,6 @@ def prepare(folder):
 
 
 def test_what_tfds_has_prepared_comes_in_the_order_of_the_files(folder, tmp_path, monkeypatch):
-    """TFDS is replaced; it orders examples by a hash of their index."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.hashing import Hasher
 
@@ -128,7 +126,6 @@ def test_real_data_is_accepted_and_one_altered_pixel_is_found(tmp_path):
 @pytest.mark.slow
 @needs_real
 def test_what_tfds_prepares_gives_the_same_arrays_in_the_same_order(tmp_path, monkeypatch):
-    """The hashes of the rebuilt files are those of the original ones."""
     import tensorflow_datasets as tfds
 
     download = tfds.download.DownloadConfig(manual_dir=REAL)  # In place of the network.

@@ -1,6 +1,7 @@
-"""The state of a process: its log, signals, and the limit of a stall."""
+"""The state of a process: its log, signals, the limit of a stall, and memory."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -8,38 +9,14 @@ import sys
 import time
 
 import pytest
+import tensorflow as tf
 
 from app import console, signals
-from app.errors import Terminated
+from app.errors import DiskFullError, Terminated, expected_error, memory_error
 from tests.conftest import ROOT
 from tests.in_process import close_log
 
 NUMBERS = signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP
-
-
-@contextlib.contextmanager
-def python(body, *arguments):
-    """Runs a script without TensorFlow; yields its process once it has called `up`."""
-    head = (
-        "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        "from app import console, errors, signals\nup = lambda: print('up', flush=True)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", head + body, *arguments], cwd=ROOT, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    with process:
-        try:
-            assert process.stdout.readline() == "up\n", process.stderr.read()
-            yield process
-        finally:
-            process.kill()
-
-
-def end(process):
-    """Waits for the end; returns the exit code and what is on standard error."""
-    errors = process.communicate(timeout=30)[1]
-    return process.returncode, errors
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +40,7 @@ def test_a_log_has_what_was_printed_and_warnings_can_be_forwarded(tmp_path, caps
     found = [line.split(maxsplit=3)[2:] for line in console.log_file().read_text().splitlines()]
     assert found == [["INFO", "a line"], ["WARNING", "a warning"], ["WARNING", "another warning"]]
     assert forwarded == ["another warning"]
-    told, warned = capsys.readouterr()
-    assert told == "before\na line\n" and warned == "WARNING: a warning\n"
+    assert (*capsys.readouterr(),) == ("before\na line\n", "WARNING: a warning\n")
 
 
 def test_a_deferred_signal_is_raised_when_it_is_checked():
@@ -83,15 +59,10 @@ def test_a_deferred_signal_is_raised_when_it_is_checked():
 
 
 def test_elsewhere_a_signal_is_raised_at_once():
-    body = (
-        "signals.install()\ntry:\n with signals.deferred(signals.check):\n"
-        "  up()\n  time.sleep(60)\n"
-        "except BaseException as stop:\n sys.exit(console.report_interruption(stop))"
-    )
-    with python(body) as process:
-        process.send_signal(signals.STOP_REQUEST)
-        told = "terminated; no state is saved yet; run the same command again\n"
-        assert end(process) == (143, told)
+    signals.install()
+    with pytest.raises(Terminated), signals.deferred(signals.check):
+        os.kill(os.getpid(), signals.STOP_REQUEST)
+        time.sleep(60)
 
 
 def test_ignored_signals_stay_ignored():
@@ -103,15 +74,36 @@ def test_ignored_signals_stay_ignored():
     assert signals.requested() == 0
 
 
-STALLED = "errors.StalledError('no progress; run it again')"
+@contextlib.contextmanager
+def python(body, *arguments):
+    """Runs a script without TensorFlow; yields its process once it has called `up`."""
+    head = (
+        "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from app import console, errors, signals\nup = lambda: print('up', flush=True)\n"
+        "stalled = errors.StalledError('no progress; run it again')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", head + body, *arguments], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "up\n", process.stderr.read()
+            yield process
+        finally:
+            process.kill()
+
+
+def end(process):
+    """Waits for the end; returns the exit code and what is on standard error."""
+    errors = process.communicate(timeout=30)[1]
+    return process.returncode, errors
 
 
 @pytest.mark.parametrize("has_log", [True, False])
 def test_a_process_in_which_nothing_moves_is_ended(has_log, tmp_path):
     log = tmp_path / "log.txt"
     body = f"console.open_log({str(log)!r})\n" if has_log else ""
-    body += f"up()\nwith signals.stall_limit(1, {STALLED}):\n time.sleep(60)"
-    with python(body) as process:
+    with python(body + "up()\nwith signals.stall_limit(1, stalled):\n time.sleep(60)") as process:
         code, errors = end(process)
     assert code == 142 and "error: no progress; run it again" in errors.splitlines()
     assert ", line " in (log.read_text() if has_log else errors)
@@ -120,7 +112,7 @@ def test_a_process_in_which_nothing_moves_is_ended(has_log, tmp_path):
 def test_a_process_that_was_stopped_has_not_stalled():
     """Stopped for longer than the limit."""
     body = (
-        f"with signals.stall_limit(2, {STALLED}) as on_progress:\n up()\n"
+        "with signals.stall_limit(2, stalled) as on_progress:\n up()\n"
         " [(time.sleep(0.1), on_progress()) for _ in range(10)]\nsys.exit(0)"
     )
     with python(body) as process:
@@ -131,12 +123,12 @@ def test_a_process_that_was_stopped_has_not_stalled():
 
 
 # Native code that waits for a lock that it has, and holds Python's global lock.
-HANG = f"""
+HANG = """
 import ctypes
 libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
 signals._GRACE_SEC = 2
 console.open_log(sys.argv[1])
-with signals.stall_limit(1, {STALLED}):
+with signals.stall_limit(1, stalled):
     up()
     [libc.pthread_mutex_lock(mutex) for _ in range(2)]
 """
@@ -144,7 +136,26 @@ with signals.stall_limit(1, {STALLED}):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="its locks are Linux's")
 def test_a_process_in_which_no_python_code_can_run_is_ended(tmp_path):
-    log = tmp_path / "log.txt"
-    with python(HANG, log) as process:
+    with python(HANG, tmp_path / "log.txt") as process:
         assert end(process) == (-signal.SIGALRM, "")
-    assert 'File "<string>"' in log.read_text()
+    assert 'File "<string>"' in (tmp_path / "log.txt").read_text()
+
+
+def test_what_says_that_memory_ran_out_and_what_that_a_disk_is_full():
+    """TensorFlow has one class for both, and raises another one while it traces a function."""
+    full = DiskFullError("f: No space left on device; make room")
+    full.__cause__ = tf.errors.ResourceExhaustedError(None, None, "f; No space left on device")
+    threads = RuntimeError("can't start new thread")
+    of_memory = [
+        MemoryError(), tf.errors.ResourceExhaustedError(None, None, "OOM"), threads,
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ]  # fmt: skip
+    for error in (*of_memory, RuntimeError("OOM"), full):
+        assert (memory_error(error) is not None) == (error in of_memory), error
+
+    def fail():
+        raise threads
+
+    with pytest.raises(Exception, match="in user code") as caught:
+        tf.function(fail)()
+    assert str(expected_error(caught.value)).startswith("out of memory (")

@@ -1,8 +1,13 @@
 """What a run survives, as a user sees it: signals, stalls, kills; each in processes of its own."""
 
 import contextlib
+import json
+import os
+import pathlib
+import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +18,8 @@ from app.console import shown_python
 from app.records.checkpoint import checkpoint_paths
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from tests.conftest import ROOT, program_environment
+from models import MODELS
+from tests.conftest import ROOT, make_data_small, program_environment
 from tests.in_process import run_here, run_here_ok
 
 pytestmark = [
@@ -22,79 +28,92 @@ pytestmark = [
 ]
 
 TRAIN = [
-    *("--device=cpu", "--num_devices=2", "--dataset=synthetic", "--num_train_examples=200"),
-    *("--global_batch_size=20", "--epochs=2", "--checkpoint_every=2", "--deterministic"),
+    *("--device=cpu", "--dataset=synthetic", "--num_train_examples=400", "--deterministic"),
+    *("--global_batch_size=20", "--epochs=2", "--checkpoint_every=2"),
 ]
-COMPARE = ["compare", "--strategies=manual,mirrored", *TRAIN]
+MANUAL = [*TRAIN, "--num_devices=2"]
+WORKERS = ["train", *TRAIN, "--strategy=multi_worker", "--num_workers=2"]
 
 
 @contextlib.contextmanager
-def started(program, *arguments, slow_call, sec=3600):
+def started(program, *arguments, slow_call=10**9, sec=3600):
     """Starts the program, one of whose calls takes longer; it is killed in the end."""
     slow = [ROOT / "tests" / "training" / "failing_steps.py", program, str(slow_call), str(sec)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *slow, *arguments],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=program_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=program_environment(),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    with process:
+    ) as process:  # fmt: skip
         try:
             yield process
         finally:
             process.kill()
 
 
+def wait_until(condition, timeout_sec=120):
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def wait_for_checkpoint(process, run_dir):
-    deadline = time.monotonic() + 60
-    while not checkpoint_paths(run_dir):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: checkpoint_paths(run_dir) or process.poll() is not None)
+    assert process.poll() is None
 
 
-def end(process, timeout=60):
-    """Waits for the end; returns the exit code and the last line of standard error."""
-    _, errors = process.communicate(timeout=timeout)
-    assert "Traceback" not in errors
-    return process.returncode, errors.splitlines()[-1]
+def end(process, code):
+    """Waits for the end with this exit code; returns what was printed."""
+    text, _ = process.communicate(timeout=200)
+    assert process.returncode == code and "Traceback" not in text, text
+    return text
 
 
-def test_a_signal_saves_and_names_the_command_that_resumes(tmp_path, small_program):
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of the same training in this process."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        make_data_small(patch)
+        patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
+        run_here_ok("train", *MANUAL, f"--out={out}")
+    return load_summary(out)["weights_sha256"]
+
+
+def test_a_signal_saves_and_names_the_command_that_resumes(tmp_path, small_program, expected):
     run_dir = tmp_path / "my run"
     # The fourth call takes a second: the signal comes in mid-epoch, whatever the machine.
-    with started(small_program, *TRAIN, f"--out={run_dir}", slow_call=4, sec=1) as process:
+    with started(small_program, *MANUAL, f"--out={run_dir}", slow_call=4, sec=1) as process:
         wait_for_checkpoint(process, run_dir)
         process.send_signal(signal.SIGINT)
-        code, last = end(process)
-    assert code == 130 and last.startswith("interrupted; the state is saved; resume with: ")
+        last = end(process, 130).splitlines()[-1]
+    assert last.startswith("interrupted; the state is saved; resume with: ")
     step = int(checkpoint_paths(run_dir)[-1].name.split("-")[1])
-    assert 0 < step < 20
+    assert 0 < step < 40
     words = shlex.split(last.partition("resume with: ")[2])
     assert words[0] == shown_python() and words[-1] == f"--out={run_dir}"
     assert f"resuming after step {step}, " in run_here_ok(*words[2:]).stdout
-    run_here_ok(*TRAIN, f"--out={tmp_path}/whole")
-    resumed, whole = load_summary(run_dir), load_summary(tmp_path / "whole")
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert load_summary(run_dir)["weights_sha256"] == expected
     assert [record.epoch for record in load_history(run_dir)] == [1, 2]
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_call_that_hangs(tmp_path, small_program):
-    with started(small_program, *TRAIN, f"--out={tmp_path}/run", slow_call=3) as process:
+    with started(small_program, *MANUAL, f"--out={tmp_path}/run", slow_call=3) as process:
         wait_for_checkpoint(process, tmp_path / "run")  # After the second call.
         time.sleep(2)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         told = "a second SIGINT: exiting now; the last checkpoint is kept"
-        assert end(process) == (130, told)
+        assert end(process, 130).splitlines()[-1] == told
 
 
 @pytest.mark.slow
 def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path, small_program):
-    words = [*TRAIN, f"--out={tmp_path}/run", "--stall_timeout_sec=20"]
+    words = [*MANUAL, f"--out={tmp_path}/run", "--stall_timeout_sec=20"]
     with started(small_program, *words, slow_call=3) as process:
-        code, last = end(process, timeout=200)
-    assert code == 142 and last.startswith("error: no progress for 20 s")
+        assert end(process, 142).splitlines()[-1].startswith("error: no progress for 20 s")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "in step" in log and "in _train" in log
 
@@ -104,25 +123,26 @@ def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path, small_program):
 def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path, small_program, number):
     """After SIGKILL, the training ends with it, and its checkpoint is there."""
     out = tmp_path / "c"
-    words = [*COMPARE, "--epochs=5000", f"--out={out}"]
-    with started(small_program, *words, slow_call=10**9) as process:
+    words = ["compare", "--strategies=manual,mirrored", *MANUAL, "--epochs=5000", f"--out={out}"]
+    with started(small_program, *words) as process:
         wait_for_checkpoint(process, out / "manual")
         process.send_signal(number)
         if number == signal.SIGTERM:
-            code, last = end(process)
-            assert code == 143 and f"state is saved; resume with: {shown_python()} " in last
+            told = f"state is saved; resume with: {shown_python()} "
+            assert told in end(process, 143).splitlines()[-1]
             assert "terminated" in (out / "manual" / "log.txt").read_text()
         else:
             process.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while True:  # The kernel releases the lock of the training when its process has ended.
-        with contextlib.suppress(Exception), open_run_directory(out / "manual", {}):
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # The kernel releases the lock of the training when its process has ended.
+    wait_until(lambda: is_unlocked(out / "manual"))
     assert checkpoint_paths(out / "manual") and not (out / "mirrored").exists()
-    with open_run_directory(out, {}):
-        pass
+    assert is_unlocked(out)
+
+
+def is_unlocked(path):
+    with contextlib.suppress(Exception), open_run_directory(path, {}):
+        return True
+    return False
 
 
 def test_a_comparison_does_not_follow_links(tmp_path):
@@ -130,6 +150,84 @@ def test_a_comparison_does_not_follow_links(tmp_path):
     with open_run_directory(tmp_path / "c", {}) as run_directory:
         run_directory.start(overwrite=False)
     (tmp_path / "c" / "manual").symlink_to("../elsewhere")
-    result = run_here(*COMPARE, f"--out={tmp_path}/c", "--overwrite")
+    words = "compare", "--strategies=manual,mirrored", *MANUAL, f"--out={tmp_path}/c", "--overwrite"
+    result = run_here(*words)
     assert result.returncode == 5 and "manual is a symbolic link" in result.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+# Workers on this machine, which `train --num_workers` starts.
+
+
+def test_a_cluster_is_one_training(expected, small_program, tmp_path):
+    out = tmp_path / "run"
+    with started(small_program, *WORKERS, f"--out={out}") as process:
+        text = end(process, 0)
+    assert "worker 1: training" in text
+    assert text.splitlines()[-1].startswith("test acc: ") and text.count("test acc: ") == 1
+    summary = load_summary(out)
+    names = ("num_replicas", "num_test_examples", "steps", "weights_sha256")
+    assert [summary[name] for name in names] == [2, 200, 40, expected]
+
+
+@pytest.mark.slow
+def test_a_stop_is_passed_on_and_a_killed_worker_costs_a_restart(expected, small_program, tmp_path):
+    out = tmp_path / "run"
+    with started(small_program, *WORKERS, f"--out={out}") as process:
+        wait_for_checkpoint(process, out)
+        process.send_signal(signal.SIGTERM)
+        last = end(process, 143).splitlines()[-1]
+    assert (
+        f"the state is saved; resume with: {shown_python()}" in last and "--num_workers=2" in last
+    )
+    with started(small_program, *WORKERS, f"--out={out}") as process:
+        wait_until(lambda: len(environments(process)) == 2)
+        os.kill(environments(process)[0][0], signal.SIGKILL)
+        text = end(process, 0)
+    assert "worker 0 ended with code 137" in text
+    assert "restart 1 of 3" in text and "resuming after" in text
+    assert load_summary(out)["weights_sha256"] == expected
+
+
+@pytest.mark.slow
+def test_the_death_of_the_starter_leaves_nothing(small_program, tmp_path):
+    out = tmp_path / "run"
+    with started(small_program, *WORKERS, f"--out={out}") as process:
+        wait_for_checkpoint(process, out)
+        found = environments(process)
+        assert set(found) == {0, 1}
+        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", found[0][1])]
+        assert len(ports) == 2
+        os.kill(found[1][0], signal.SIGSTOP)  # A stopped process ends only by SIGKILL.
+        process.kill()
+        process.wait(60)
+        wait_until(lambda: not any(is_alive(pid) for pid, _ in found.values()))
+        # The last thread of a process closes its ports, a moment after its first thread is gone.
+        wait_until(lambda: all(map(is_free, ports)))
+
+
+def environments(process):
+    """Returns index → process and environment of the workers that are there now."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    found = {}
+    for pid in listed.stdout.split():
+        with contextlib.suppress(OSError):
+            environment = pathlib.Path(f"/proc/{pid}/environ").read_text()
+            if match := re.search(r"TF_CONFIG=([^\0]*)", environment):
+                found[json.loads(match[1])["task"]["index"]] = int(pid), environment
+    return found
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def is_free(port):
+    with contextlib.suppress(OSError):
+        socket.create_server(("127.0.0.1", port)).close()
+        return True
+    return False

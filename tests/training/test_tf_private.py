@@ -1,6 +1,5 @@
 """The private APIs of TensorFlow and Keras: they exist, and do what we rely on."""
 
-import inspect
 import re
 
 import keras
@@ -60,17 +59,6 @@ def test_names_of_unnamed_layers():
         tf_private.reset_layer_numbers()
         names.append([keras.layers.Dense(1).name for _ in range(2)])
     assert names == [["dense", "dense_1"]] * 2, "keras naming.reset_uids resets other numbers"
-
-
-def test_eager_context():
-    """What it does takes several processes: `test_workers.py` runs them."""
-    context = tf_private._context()
-    for method, arguments in {
-        "set_config_key_value": {"key", "value"},
-        "get_config_key_value": {"key", "timeout_in_ms"},
-    }.items():
-        found = inspect.signature(getattr(context, method)).parameters
-        assert arguments <= set(found), f"tensorflow.python.eager.context.Context.{method} changed"
 
 
 def test_an_attribute_that_is_gone_is_named():
