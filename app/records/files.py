@@ -22,7 +22,9 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
     try:
         with io_errors_as(path, len(data)):
             temporary.write_bytes(data)
-            publish(temporary, path)
+            fsync(temporary)
+            os.replace(temporary, path)
+            fsync(path.parent)
     except BaseException:
         with contextlib.suppress(LockstepError):
             remove(temporary)
@@ -32,14 +34,6 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
     """Writes a record as indented JSON, atomically."""
     write_file(path, json.dumps(value, indent=2) + "\n")
-
-
-def publish(temporary: pathlib.Path, path: pathlib.Path) -> None:
-    """Renames a complete file, or a directory, to `path`; content and name are on disk then."""
-    for written in [temporary, *temporary.rglob("*")]:
-        fsync(written)
-    os.replace(temporary, path)
-    fsync(path.parent)
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:
