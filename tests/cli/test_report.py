@@ -20,7 +20,7 @@ from lockstep.__main__ import main
 from tests.cli import report_samples
 from tests.cli.report_samples import write_config, write_verification
 from tests.conftest import ROOT, assert_ok, run_python
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 VOID = {"meta", "link", "br", "img"}
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"

@@ -19,7 +19,7 @@ from lockstep.running.launch import TrainingError
 from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
 from tests.verifier.recorder_scripts import needs
-from tests.verifier.script_samples import Script, adam, batch_of
+from tests.verifier.trainer import Script, adam, batch_of
 
 ALL = range(4)
 # Indices of variables: two weights, two buffers, then 3 arrays of state for each weight.
