@@ -329,26 +329,18 @@ def after_sum(change):
 SUMMED = after_sum(lambda array: 2 * array)
 
 
-def without_last(sent):
-    received = mean_of(sent[:-1])
-    return [*received, received[0]]
-
-
-@option
-def not_reduced(script):
-    """Each replica gives its own gradient to the optimizer."""
-    for name in names(script, "clipped sums"):
-        position, _, replica, index = name.split("/")
-        script.arrays[name] = script.arrays[f"{position}/raw/{replica}/{index}"]
-
-
 def averaged_by_optimizer(factor):
     """The optimizer averages the gradients of the replicas itself, or sums them."""
 
     def update(script, weights, gradients, state):
         sgd(script, weights, [factor * g for g in gradients], state)
 
-    return {**not_reduced(), "update": update}
+    def own_gradients(script):
+        for name in names(script, "clipped sums"):
+            position, _, replica, index = name.split("/")
+            script.arrays[name] = script.arrays[f"{position}/raw/{replica}/{index}"]
+
+    return {"edit": own_gradients, "update": update}
 
 
 # --- Clipping ------------------------------------------------------------------------------------
@@ -457,10 +449,6 @@ def twice(script, weights, gradients, state):
 
 def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
-
-
-def clipped_inside(script, weights, gradients, state):
-    sgd(script, weights, clip(0, gradients), state)
 
 
 def stale(script, weights, gradients, state):
