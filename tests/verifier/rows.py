@@ -197,7 +197,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "a weight that the optimizer does not have": ({},
             {**KERNEL_ONLY, "update": of_kernel_only}),
     },
-    "by design, examples: other_batch_size": {
+    "by design: examples: other_batch_size": {
         "padded to equal shards": ({}, {"replicas": 3, **padded(1)}, 2),
     },
     "examples: other_examples": {
@@ -263,11 +263,11 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "other loss": ({}, scaled(1.01, "loss")),
         "a loss that is not finite": ({}, ONE | scaled(np.nan, "loss", position=2), 1),
     },
-    "not compared, loss": {
+    "not compared: loss": {
         "other shards of the reference": ({**layers(NORM), **of_shards()},
             {**NOISY, "shard": three_quarters}),
     },
-    "not compared, gradient: other_backward": {
+    "not compared: gradient: other_backward": {
         "drawn apart later": ({**DROPOUT, **NUMBERED}, {**APART_LATER,
             "gradient": lambda s, r, g: g if len(s.states) == 1 else apart(s, r, g)}, 1),
         "random layers": (DROPOUT, NOISY),
@@ -307,7 +307,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "another gradient beside an overflow": (OVERFLOW, {"gradient": lambda s, r, g:
             [overflow(s, r, g)[0], g[1] * np.float32(1 + 0.5 * (len(s.states) == 2))]}, 1),
     },
-    "not compared, gradient": {
+    "not compared: gradient": {
         "local norms": (layers(NORM), NOISY),
         "other norms": (layers({**NORM, "class": "SyncBatchNorm"}), {**NOISY, **layers(NORM)}),
     },
@@ -430,7 +430,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "a codebook that differs": (codes(), codes(drift=0.1)),
         "another queue": (queue(), queue(drift=0.1)),
     },
-    "not compared, update: diverged_replicas": {"local norm": ({}, {"local_norm": True})},
+    "not compared: update: diverged_replicas": {"local norm": ({}, {"local_norm": True})},
     "update: statistics_not_averaged": {
         "a codebook whose mean is right": (codes(), codes(far=0.1, first=-0.1)),
     },
