@@ -238,6 +238,8 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "outputs: other_outputs": {
         "features in another order": (with_outputs(USUAL), with_outputs(MIXED)),
+        "features in another order, gradients of outputs in one": (with_outputs(USUAL),
+            {**with_outputs(MIXED), **both(with_outputs(MIXED), without("y_grad"))}),
     },
     "outputs: inference_mode": {
         "evaluation mode in the second": (in_modes(), {**NOISY, **in_modes("drop")}),
