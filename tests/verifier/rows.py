@@ -143,6 +143,7 @@ RIGHT = {
     "a second optimizer": ({**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER,
         own_states(lambda a, at, r, index: a + np.float32(0.1 * (index == 6))))),
     "both skip an update": (SKIPPED, {}),
+    "a replica ends early": ({"steps": (0, 1, 2)}, ends_early(1)),
 }  # fmt: skip
 
 WRONG = {  # What is said → the rows; their step, if it is not 0.
@@ -238,8 +239,9 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "outputs: other_outputs": {
         "features in another order": (with_outputs(USUAL), with_outputs(MIXED)),
-        "features in another order, gradients of outputs in one": (with_outputs(USUAL),
-            {**with_outputs(MIXED), **both(with_outputs(MIXED), without("y_grad"))}),
+        "features in another order, gradients of outputs in one": (
+            {**with_outputs(USUAL), **both(with_outputs(USUAL), without("y_grad"))},
+            with_outputs(MIXED)),
     },
     "outputs: inference_mode": {
         "evaluation mode in the second": (in_modes(), {**NOISY, **in_modes("drop")}),
@@ -327,6 +329,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "sum: wrong_factor": {
         "sum": ({}, SUMMED),
         "sum in JAX": (JAX, SUMMED),
+        "a replica that has ended counts": ({"steps": (0, 1, 2)}, ends_early(0.5), 2),
         "no gradient is recorded, summed": (WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED}),
         "the loss and a gradient of a part": (differentiated(),
             {**differentiated(0.3), **bias_times(lambda step, r: 0.3)}),
