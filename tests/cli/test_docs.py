@@ -27,7 +27,7 @@ from models import MODELS
 from tests.conftest import NUM_SMALL, ROOT, copy_program, make_data_small, run_python
 from tests.in_process import run_here
 from tests.tensorflow_graphs import release_graphs
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 DOCS = ROOT / "docs"
 OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")

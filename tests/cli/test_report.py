@@ -23,7 +23,7 @@ from tests.cli.report_samples import write_config, write_verification
 from tests.conftest import ROOT, assert_ok, run_python
 from tests.training.test_checkpoint import RUN_METADATA, STATE, make_history
 from tests.training.test_records import make_summary
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 VOID = {"meta", "link", "br", "img"}
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from tests.conftest import ROOT
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 
 def run(*command, **options):

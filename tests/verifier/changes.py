@@ -1,27 +1,130 @@
-"""What is changed in a training of `Script`."""
+"""What is changed in a training of `Script`: its functions, its settings, its recorded arrays."""
 
+import functools
 import types
 
 import numpy as np
 
-from lockstep.data.trace import SEED, Variable
-from tests.verifier.script_samples import UPDATES, WEIGHTS, adam, batch_of, mean_of, sgd
+from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, Variable
+from tests.verifier.trainer import (
+    FEATURES,
+    NUM_EXAMPLES,
+    UPDATES,
+    WEIGHTS,
+    Script,
+    adam,
+    batch_of,
+    examples,
+    mean_of,
+    sgd,
+    split_evenly,
+)
 
-ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
-RMSPROP, MUON = {"optimizer": "RMSprop"}, {"optimizer": "Muon"}
-LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 ONE, OWN = {"replicas": 1}, {"replay": None}
 
 
-def augmented(seed, each_epoch=True):
-    """Adds to each example numbers that its row, the step and a seed decide; notes the ids."""
+def pair(first, second):
+    """Returns a training, and one with further changes, from the states of the first."""
+    reference = Script(**first)
+    first = {name: value for name, value in first.items() if name != "edit"}
+    return reference, Script(**{"replicas": 2, **first, "replay": reference, **second})
 
-    def augment(step, rows, x):
-        own = [[seed, int(row), step * each_epoch] for row in rows]
-        drawn = [np.random.default_rng(each).normal(size=x.shape[1]) for each in own]
-        return x + 0.1 * np.reshape(drawn, x.shape)
 
-    return {"augment": augment, "ids": np.asarray}
+# --- Recorded arrays -----------------------------------------------------------------------------
+
+
+def option(change):
+    """Makes a function that changes a script's arrays an option of `Script`."""
+
+    @functools.wraps(change)
+    def as_option(*given, **named):
+        return {"edit": lambda script: change(script, *given, **named)}
+
+    return as_option
+
+
+def both(*options):
+    """Returns the option of several edits, made in this order."""
+    return {"edit": lambda script: [option["edit"](script) for option in options]}
+
+
+def is_one_of(number, wanted):
+    return wanted is None or int(number) in ((wanted,) if isinstance(wanted, int) else wanted)
+
+
+def names(script, kinds, replica=None, index=None, position=None):
+    """Returns the names of the arrays of some kinds: all, or those of some places."""
+    found = []
+    for name in script.arrays:
+        own_position, kind, own_replica, own_index, *_ = name.split("/")
+        places = (own_position, position), (own_replica, replica), (own_index, index)
+        if kind in kinds.split() and all(is_one_of(*each) for each in places):
+            found.append(name)
+    return found
+
+
+def places(script):
+    """Returns position, number and replica of each step of each replica."""
+    steps = enumerate(script.steps, start=1)
+    return [(*each, replica) for each in steps for replica in range(script.replicas)]
+
+
+def change(script, of_array, kinds, replica=None, index=None, position=None):
+    for name in names(script, kinds, replica, index, position):
+        script.arrays[name] = of_array(script.arrays[name])
+
+
+edit = option(change)
+
+
+@option
+def without(script, *place, **places):
+    for name in names(script, *place, **places):
+        del script.arrays[name]
+
+
+def scaled(by, kinds, **places):
+    return edit(lambda array: np.float32(by) * array, kinds, **places)
+
+
+def in_rows(rows, change):
+    """Some rows of a kernel are changed."""
+
+    def changed(array):
+        array = array.copy()
+        if array.ndim == 2:
+            array[rows] = change(array[rows])
+        return array
+
+    return changed
+
+
+def differs_after(replica, index):
+    """An array changes by more on a replica, in step 1."""
+    return edit(lambda array: array + np.float32(2e-3), "after", replica, index, 2)
+
+
+def flip(kind):
+    """One bit of the exponent, in one array of one step."""
+
+    def flipped(array):
+        bits = array.copy().reshape(-1).view(np.uint32)
+        bits[5 % bits.size] ^= 1 << 25
+        return bits.view(np.float32).reshape(array.shape)
+
+    return edit(flipped, kind, 1, 0, 2)
+
+
+def in_16_bits(array):
+    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
+# As PyTorch records it: the optimizer's state does not exist before the first update.
+WITHOUT_FIRST_STATE = without("before", index=range(4, 10), position=1)
+WITHOUT_GRADIENTS = without("raw sums clipped")
+
+# --- Examples ------------------------------------------------------------------------------------
 
 
 def three_quarters(rows, replica, count):
@@ -33,37 +136,99 @@ def all_on_second(rows, replica, count):
     return rows if replica == 1 else rows[:0]
 
 
-def same_rows(rows, replica, count):
-    return rows[: len(rows) // count]
+def whole_batch(rows, replica, count):
+    return rows
 
 
-def whole_batch_on_both(of_parts=(1.0, 1.0)):
-    """Both ranks have all examples: each computes the gradient of a part of the model, or all."""
+def padded(number, step=2):
+    """Batches, one of which has further examples of the first step of the epoch."""
 
-    def gradient(script, replica, gradients):
-        if script.replicas == 1 or not of_parts:
-            return gradients
-        factors = [2 * of_parts[replica] * (replica == i) for i in range(len(gradients))]
-        return [np.float32(f) * g for f, g in zip(factors, gradients, strict=True)]
+    def batch(current):
+        rows = batch_of(current)
+        more = batch_of(current - current % 3)[:number]
+        return np.append(rows, more) if current % 3 == step else rows
 
-    return {"shard": lambda rows, r, count: rows, "weighted": False, "gradient": gradient}
-
-
-def first_only(sent):
-    return [[array.copy() for array in sent[0]] for _ in sent]
+    return {"batch": batch}
 
 
-def without_last(sent):
-    received = mean_of(sent[:-1])
-    return [*received, received[0]]
+def augmented(seed):
+    """Adds to each example numbers that its row, the step and a seed decide; notes the ids."""
+
+    def augment(step, rows, x):
+        return x + np.random.default_rng([seed, step]).normal(size=(NUM_EXAMPLES, FEATURES))[rows]
+
+    return {"augment": augment, "ids": np.asarray}
 
 
-def after_sum(change):
-    """Each sum of gradients is changed."""
-    return {"reduce": lambda sent: [[*map(change, arrays)] for arrays in mean_of(sent)]}
+def images(layout, stored=None):
+    """Channels last or first; a wrong layout is another order."""
+
+    def as_images(array):
+        x = array.reshape(-1, 2, 2, 3)
+        return x.transpose(0, 3, 1, 2) if (stored or layout) == "NCHW" else x
+
+    return {"about": {"data_layout": layout}, **edit(as_images, "data")}
 
 
-SUMMED = after_sum(lambda array: 2 * array)
+@option
+def first_data(script, array_of):
+    """Examples begin with another array."""
+    for name in names(script, "data"):
+        array = script.arrays[name]
+        script.arrays[f"{name[:-1]}1"], script.arrays[name] = array, array_of(array)
+
+
+def as_texts(array):
+    return np.array([b"text %d" % number for number in (array[:, 0] * 1e6).astype(int)])
+
+
+@option
+def of_shards(script):
+    """The reference computes each replica's part of the batch."""
+    for name in names(script, "data", index=0):
+        count = len(script.arrays[name])
+        second = split_evenly(np.arange(count), 1, 2)
+        script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
+
+
+# --- Outputs and loss ----------------------------------------------------------------------------
+
+
+def with_outputs(order, **changes):
+    """A model with its features in an order, whose outputs and their gradients are recorded."""
+
+    def add_outputs(script):
+        for number, step, r in places(script):
+            x = script.arrays[f"{number}/data/{r}/0"]
+            kernel, bias = (script.arrays[f"{number}/before/{r}/{i}"] for i in range(2))
+            script.arrays[f"{number}/y_pred/{r}/0"] = outputs = x @ kernel + bias
+            wrong = outputs - examples()[1][split_evenly(batch_of(step), r, script.replicas)]
+            script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
+            script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
+
+    return {"edit": add_outputs, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
+
+
+@option
+def all_outputs(script, value):
+    for position, _, rank in places(script):
+        rows = len(script.arrays[f"{position}/data/{rank}/0"])
+        script.arrays[f"{position}/y_pred/{rank}/0"] = np.full((rows, 3), value, np.float32)
+
+
+@option
+def differentiated(script, by=1):
+    """A loss that a step differentiates, and does not report, times a factor."""
+    for name in names(script, "loss"):
+        loss = script.arrays.pop(name)
+        script.arrays[name.replace("loss", "objective")] = np.float32(by) * loss
+
+
+# --- Gradients -----------------------------------------------------------------------------------
+
+
+def as_it_is(script, replica, gradients):
+    return gradients
 
 
 def before_sum(change):
@@ -71,13 +236,13 @@ def before_sum(change):
     return {"gradient": lambda script, replica, gradients: [*map(change, gradients)]}
 
 
-def times(factor):
-    return before_sum(lambda array: np.float32(factor) * array)
-
-
 def times_on(*factors):
     """Each replica has a factor of its own."""
     return {"gradient": lambda s, replica, g: [np.float32(factors[replica]) * a for a in g]}
+
+
+def times(factor):
+    return times_on(factor, factor, factor, factor)
 
 
 def bias_times(factor_of):
@@ -85,44 +250,9 @@ def bias_times(factor_of):
     return {"gradient": lambda s, r, g: [g[0], np.float32(factor_of(len(s.states) - 1, r)) * g[1]]}
 
 
-def in_rows(rows, change):
-    """Some rows of the kernel are changed."""
-
-    def changed(array):
-        array = array.copy()
-        if array.ndim == 2:
-            array[rows] = change(array[rows])
-        return array
-
-    return changed
-
-
-def clip(replica, gradients):
-    norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
-    return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
-
-
-def without_bias(*replicas):
-    return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
-
-
-def clip_on_first(replica, gradients):
-    return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
-
-
-def padded(number, start=0, step=2):
-    """Batches, the last of which has further examples of an earlier step of the epoch."""
-
-    def batch(current):
-        rows = batch_of(current)
-        more = batch_of(current - current % 3 + start)[:number]
-        return np.append(rows, more) if current % 3 == step else rows
-
-    return {"batch": batch}
-
-
-def twice_as_large(step):
-    return np.append(batch_of(2 * step), batch_of(2 * step + 1))
+def zero_in(*steps):
+    """Gradients of 0 in some steps."""
+    return {"gradient": lambda s, r, g: [a * (len(s.states) - 1 not in steps) for a in g]}
 
 
 def apart(script, replica, gradients):
@@ -130,13 +260,6 @@ def apart(script, replica, gradients):
 
 
 NOISY = {"gradient": apart}
-
-
-def little_noise(script, replica, gradients):
-    kernel, bias = gradients
-    other = np.random.default_rng(5).normal(size=kernel.shape)
-    size = np.linalg.norm(kernel) / np.linalg.norm(other)
-    return [kernel + np.float32(2e-2 * size) * other.astype(np.float32), bias]
 
 
 def decayed_in_loss(script, replica, gradients):
@@ -156,17 +279,9 @@ def cancelled(last_bits=0.0):
     return {"gradient": gradient, "settings": {"weight_decay": 0.1}}
 
 
-def with_settings(**settings):
-    """An update with other settings than those that are recorded."""
-
-    def update(script, weights, gradients, state):
-        changed = types.SimpleNamespace(
-            settings=script.settings | settings, decays_gradient=script.decays_gradient,
-            framework=script.framework,
-        )  # fmt: skip
-        UPDATES[script.optimizer](changed, weights, gradients, state)
-
-    return {"update": update}
+def of_rounding(value):
+    """An element of the bias' gradient that is rounding alone."""
+    return {"gradient": lambda s, r, g: [g[0], np.append(np.float32(value), g[1][1:])]}
 
 
 def overflow(script, replica, gradients):
@@ -183,12 +298,135 @@ def unless_overflow(script, weights, gradients, state):
         UPDATES[script.optimizer](script, weights, gradients, state)
 
 
-def always(script, weights, gradients, state):
-    """Skips no step."""
-    UPDATES[script.optimizer](script, weights, gradients, state)
-
-
 OVERFLOW = {"gradient": overflow, "update": unless_overflow}
+
+
+@option
+def as_rows(script):
+    """The gradient of a table of which some rows are used, each twice."""
+    for name in names(script, "raw sums clipped", index=0):
+        array = script.arrays.pop(name)
+        script.arrays[f"{name}/values"] = np.concatenate([array / 2, array / 2])
+        script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
+        script.arrays[f"{name}/rows"] = np.array(len(array))
+
+
+@option
+def bias_on_first_only(script):
+    """Replica 0 sends the sum of the bias' gradients, replica 1 sends none."""
+    for name in names(script, "raw", 0, 1):
+        script.arrays[name] = script.arrays[name] + script.arrays.pop(name.replace("0/1", "1/1"))
+
+
+# --- Sums ----------------------------------------------------------------------------------------
+
+
+def after_sum(change):
+    """Each sum of gradients is changed."""
+    return {"reduce": lambda sent: [[*map(change, arrays)] for arrays in mean_of(sent)]}
+
+
+SUMMED = after_sum(lambda array: 2 * array)
+
+
+def averaged_by_optimizer(factor):
+    """The optimizer averages the gradients of the replicas itself, or sums them."""
+
+    def update(script, weights, gradients, state):
+        sgd(script, weights, [factor * g for g in gradients], state)
+
+    def own_gradients(script):
+        for name in names(script, "clipped sums"):
+            position, _, replica, index = name.split("/")
+            script.arrays[name] = script.arrays[f"{position}/raw/{replica}/{index}"]
+
+    return {"edit": own_gradients, "update": update}
+
+
+# --- Clipping ------------------------------------------------------------------------------------
+
+
+def clip(replica, gradients):
+    norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
+    return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
+
+
+def without_bias(*replicas):
+    return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
+
+
+def clipped_first(*factors):
+    """As Keras' fit records it: raw, clipped, then the sum of these."""
+
+    def edited(script):
+        for position, _ in enumerate(script.steps, start=1):
+            clipped = [
+                [scale * script.arrays[f"{position}/raw/{replica}/{i}"] for i in range(2)]
+                for replica, scale in enumerate(np.float32(factors))
+            ]
+            for replica, sums in enumerate(mean_of(clipped)):
+                for i in range(2):
+                    script.arrays[f"{position}/clipped/{replica}/{i}"] = clipped[replica][i]
+                    script.arrays[f"{position}/sums/{replica}/{i}"] = sums[i]
+
+    return {"edit": edited, "about": {"order": "clip, reduce"}}
+
+
+@option
+def unclipped(script):
+    """The gradients before clipping, which are the sums."""
+    for name in names(script, "sums"):
+        script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
+
+
+def with_loss_scale(scale, clip, *calls):
+    """Gradients that are clipped, or not, while they are multiplied by the loss scale."""
+    about = {"calls": [["backward", *calls]] * 4, "loss_scale": [float(scale)] * 4}
+    return {"clip": lambda replica, g: [clip(np.float32(scale) * a) for a in g], "about": about,
+            **unclipped()}  # fmt: skip
+
+
+def by_value(scale=1, *calls):
+    def clip(gradient):
+        return np.clip(gradient, -0.05, 0.05) / np.float32(scale)
+
+    return with_loss_scale(scale, clip, "clip value 0.05", *calls)
+
+
+# --- Optimizers ----------------------------------------------------------------------------------
+
+
+def settings(**given):
+    return {"settings": given}
+
+
+def in_each_step(*groups):
+    """Settings of groups of weights, as they are recorded in each step."""
+    return {"about": {"settings": [[*groups]] * 4}}
+
+
+ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
+RMSPROP, MUON = {"optimizer": "RMSprop"}, {"optimizer": "Muon"}
+LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
+UNKNOWN, KERAS_ADAM = {"about": LION}, {**ADAM, "framework": "keras"}
+KERNEL_ONLY = in_each_step({"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]})
+TWO_OF_EACH = in_each_step(*(
+    {"weights": list(WEIGHTS), "optimizer": "SGD", "learning_rate": rate, "momentum": 0.9}
+    for rate in (0.1, 0.2)
+))  # fmt: skip
+
+
+def with_settings(**settings):
+    """An update with other settings than those that are recorded."""
+
+    def update(script, weights, gradients, state):
+        changed = types.SimpleNamespace(
+            settings=script.settings | settings, decays_gradient=script.decays_gradient,
+            framework=script.framework,
+        )  # fmt: skip
+        UPDATES[script.optimizer](changed, weights, gradients, state)
+
+    return {"update": update}
 
 
 def with_mask(script, weights, gradients, state):
@@ -204,69 +442,19 @@ def no_update(script, weights, gradients, state):
     """Changes nothing."""
 
 
-def corrected(first):
-    """Adam that corrects the bias of the first moment only, or of none."""
-
-    def update(script, weights, gradients, state):
-        s, before = script.settings, [weight.copy() for weight in weights]
-        adam(script, weights, gradients, state)
-        for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
-            left = 1 - s["beta_1"] ** float(state[3 * i + 2]) if first else 1
-            root = np.sqrt(state[3 * i + 1]) + np.float32(s["epsilon"])
-            weight[:] = old - np.float32(s["learning_rate"] / left) * state[3 * i] / root
-
-    return {"update": update}
+def twice(script, weights, gradients, state):
+    for _ in range(2):
+        UPDATES[script.optimizer](script, weights, gradients, state)
 
 
 def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
 
 
-def in_8_bits(array):
-    scale = np.max(np.abs(array)) / np.float32(127)
-    return np.round(array / scale) * scale
-
-
-def with_moved_moments(script, weights, gradients, state):
-    adam(script, weights, gradients, state)
-    for moment in state[:2]:
-        moment[:] = np.roll(moment, 1, axis=0)
-
-
-def in_16_bits(array):
-    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
-
-
-def clipped_by_weights(script, weights, gradients, state):
-    """As Optax' adaptive clipping before Adam: to a part of the norm of each weight."""
-    limits = [0.01 * max(1e-3, np.linalg.norm(w)) / np.linalg.norm(g)
-              for w, g in zip(weights, gradients, strict=True)]  # fmt: skip
-    clipped = [np.float32(min(1, a)) * g for a, g in zip(limits, gradients, strict=True)]
-    adam(script, weights, clipped, state)
-
-
-def clipped_inside(script, weights, gradients, state):
-    sgd(script, weights, clip(0, gradients), state)
-
-
-def twice(script, weights, gradients, state):
-    for _ in range(2):
-        UPDATES[script.optimizer](script, weights, gradients, state)
-
-
 def stale(script, weights, gradients, state):
     kept = state[1].copy()
     adam(script, weights, gradients, state)
     state[1][:] = kept
-
-
-def corrected_in_float32(script, weights, gradients, state):
-    """Keras computes 1 - 0.999 in float32: 1e-5 away from 0.001."""
-    adam(script, weights, gradients, state)
-    number = float(state[2])
-    left = 1 - np.float32(0.999) ** np.float32(number)
-    for weight, before in zip(weights, script.states[number - 1][0][:2], strict=True):
-        weight[:] = before + (weight - before) * np.float32((left / (1 - 0.999**number)) ** 0.5)
 
 
 def with_epsilon_under_root(script, weights, gradients, state):
@@ -288,25 +476,12 @@ def fused(script, weights, gradients, state):
 
 
 FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32"}}
-RATES = [0.1, 0.1, 0.05, 0.05]
-KERNEL_ONLY = {"settings": [[{"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]}]] * 4}
-SCHEDULE = {"settings": [[{"learning_rate": r, "momentum": 0.9}] for r in RATES]}
+# --- Layers and frameworks -----------------------------------------------------------------------
 
-
-def with_schedule(script, weights, gradients, state):
-    """SGD of PyTorch or of Keras, whose velocity has the learning rate within."""
-    rate = np.float32(RATES[max(script.states)])
-    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        if script.framework == "torch":
-            state[i][:] = np.float32(0.9) * state[i] + gradient
-            weight -= rate * state[i]
-        else:
-            state[i][:] = np.float32(0.9) * state[i] - rate * gradient
-            weight += state[i]
-
-
-def in_order(size):
-    return {"batch": lambda step: np.arange(40)[step % size * 16 :][:16]}
+NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
+CONV = {"name": "0", "class": "Conv2d", "strides": 2, "padding": [1, 1]}
+KERAS_CONV = {"name": "conv", "class": "Conv2D", "strides": [2, 2], "padding": "valid"}
+PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
 
 
 def layers(*settings, off=()):
@@ -322,97 +497,235 @@ def with_norm(momentum, **changes):
     return {"norm_momentum": momentum, "about": {"layers": [layer]}, **changes}
 
 
-CONV = {"name": "0", "class": "Conv2d", "strides": [2, 2], "padding": [1, 1]}
-KERAS_CONV = {"name": "conv", "class": "Conv2D", "strides": [2, 2], "padding": "valid"}
-SAME_CONV = {**KERAS_CONV, "padding": "same"}
-PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
-TORCH_PADDED = {"name": "pad", "class": "ZeroPad2d", "padding": [0, 1, 0, 1]}
-NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
-SYNCED = {**NORM, "synchronized": True}
-KERAS_NORM = {"name": "bn", "class": "BatchNormalization", "epsilon": 1e-3}
-OWN_NORM = {**NORM, "momentum": 0.1, "weights": ["norm/moving_mean"]}
+def in_modes(*off):
+    """A training with dropout; some layers are in evaluation mode in each step."""
+    dropout = {"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []}
+    return {"about": {"layers": [dropout], "in_evaluation": ([*off],) * 4}}
+
+
 DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
-
-
-def settings(**given):
-    return {"settings": given}
-
-
-KERAS_ADAM = {**ADAM, "framework": "keras"}
-PLACED = {
-    "decays_gradient": False,
-    **settings(weight_decay=0.1, decay_placement="taken from the weights"),
-}
-
-
-def length_of(gradients):
-    """Returns the norm of all gradients."""
-    return np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
-
-
-def clipped_by_hand():
-    """Gradients are clipped where the recorder does not see it."""
-    return {"gradient": lambda s, r, g: [a * np.float32(0.01 / length_of(g)) for a in g]}
-
-
-def zero_in(*steps):
-    """Gradients of 0 in some steps."""
-    return {"gradient": lambda s, r, g: [a * (len(s.states) - 1 not in steps) for a in g]}
-
-
-def as_it_is(script, replica, gradients):
-    return gradients
-
-
-def for_two_classes(script, replica, gradients):
-    """Makes the bias' gradient that of two classes, (a, -a)."""
-    kernel, bias = gradients
-    return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
-
-
-ON, OFF = ([],) * 4, (["drop"],) * 4  # Layers in evaluation mode, in each step.
-
-
-def in_modes(*modes, rate=0.5):
-    """A training with dropout; two modes are those of its replicas."""
-    about = layers({"name": "drop", "class": "Dropout", "rate": rate})["about"]
-    given = {"about": {**about, "in_evaluation": modes[0]}}
-    return {**given, "per_replica": {"in_evaluation": modes}} if len(modes) > 1 else given
-
-
 JAX = {"about": {"framework": "jax", "layers": ()}}
 DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
 CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
-UNKNOWN = {"about": LION}
 
 
-def not_cleared(script, replica, gradients):
-    """The gradients of this step are added to those of the previous one."""
-    step = max(script.states)
-    kept = [script.arrays.get(f"{step}/clipped/{replica}/{i}", np.float32(0)) for i in range(2)]
-    return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
+@option
+def in_torch(script):
+    """As PyTorch records it: kernels (out, in), other names."""
+    for name, array in script.arrays.items():
+        if array.shape == (12, 3):
+            script.arrays[name] = np.ascontiguousarray(array.T)
+    script.renamed = {"dense/kernel": "fc.weight", "dense/bias": "fc.bias", "IO": "OI"}
 
 
-def of_rounding(value):
-    """An element of the bias' gradient that is rounding alone."""
-    return {"gradient": lambda s, r, g: [g[0], np.append(np.float32(value), g[1][1:])]}
+# --- Random numbers ------------------------------------------------------------------------------
 
 
-def averaged_by_optimizer(factor):
-    """The optimizer averages the gradients of the replicas itself, or sums them."""
+@option
+def random_states(script, state_of, change=None, own_of=None):
+    """States of a generator; `own_of` are those of the script, which `replay` has replaced."""
+    for position, step, replica in places(script):
+        state = np.array(state_of(step, replica), np.uint8)
+        script.arrays[f"{position}/random/{replica}/0"] = state
+        if change is not None:
+            script.arrays[f"{position}/random_after/{replica}/0"] = state + np.uint8(change)
+        if own_of:
+            own = np.array(own_of(step, replica), np.uint8)
+            script.arrays[f"{position}/own_random/{replica}/0"] = own
+
+
+def of_each(step, replica):
+    return [step, replica]
+
+
+def with_variable(variable, value_of):
+    """A further variable: an array, or the number in it, of `(position, replica, is_later)`."""
+
+    def add(script):
+        for position, _, replica in places(script):
+            for is_later, kind in enumerate(("before", "after")):
+                value = value_of(position, replica, is_later)
+                array = value if np.ndim(value) else np.full(5, value, np.float32)
+                script.arrays[f"{position}/{kind}/{replica}/6"] = array
+
+    return {"edit": add, "more_variables": [variable]}
+
+
+def replace_states(script, own_of):
+    """Adds the states that `replay` replaced, of which one variable was `own_of(step, replica)`."""
+    for position, step, replica in places(script):
+        where = f"{position}/before" if position == 1 else f"{position - 1}/after"
+        own = [script.arrays.get(f"{where}/{replica}/{i}") for i in range(7)]
+        if (given := own_of(step, replica)) is not None:
+            own[6] = np.array(given, np.uint32)
+        for i, array in enumerate(own):
+            script.arrays[f"{position}/replaced/{replica}/{i}"] = array
+
+
+def seeds(state_of, own_of=None):
+    """A variable with the state of a layer's generator, and that with which a script began."""
+    variable = Variable("drop/seed", SEED)
+    given = with_variable(variable, lambda *place: np.array(state_of(*place), np.uint32))
+
+    def add(script):
+        given["edit"](script)
+        if own_of:
+            replace_states(script, lambda step, replica: None if step else own_of(replica))
+
+    return given | {"edit": add}
+
+
+@option
+def keys(script, of_step, own_of=None, devices=1):
+    """The keys of one program for all devices; in a replay, its own keys were replaced."""
+    for position, step, replica in places(script):
+        key = np.array([0, of_step(step)], np.uint32)
+        if replica < devices:  # Those of the others are unknown.
+            script.arrays[f"{position}/random/{replica}/0"] = key.view(np.uint8)
+        script.arrays[f"{position}/before/{replica}/6"] = key
+    if script.replay:
+        replace_states(script, lambda step, replica: [0, (own_of or of_step)(step)])
+
+
+# --- Further state -------------------------------------------------------------------------------
+
+
+def average(own=0.75, old=0.0, new=0.25):
+    """An average of the kernel, as if all steps before the first recorded one had averaged it."""
+
+    def add(script):
+        for position, _, replica in places(script):
+            value = script.arrays[f"1/before/{replica}/0"] + np.float32(0.1)
+            for earlier in range(2, position + 1):
+                start = script.arrays[f"{earlier}/before/{replica}/0"]
+                value = (0.75 * value + 0.25 * start).astype(np.float32)
+            before, after = (script.arrays[f"{position}/{x}/{replica}/0"]
+                             for x in ("before", "after"))  # fmt: skip
+            later = own * value + old * before + new * after
+            script.arrays[f"{position}/before/{replica}/6"] = value
+            script.arrays[f"{position}/after/{replica}/6"] = later.astype(np.float32)
+
+    return {"edit": add, "more_variables": [Variable("ema.dense/kernel", STATISTIC)]}
+
+
+def residuals(loaded_at=9):
+    """Each replica has its own; from a step on, all have that of replica 0."""
+    residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
+    return with_variable(residual, lambda at, r, _: 1 + r * (at < loaded_at))
+
+
+VQ = {"name": "vq", "class": "VectorQuantizer", "weights": ["codes"]}
+
+
+def codes(far=0.0, drift=0.0, first=0.0):
+    """A codebook, which is no BatchNorm's, may change differently on a replica, or on both."""
+    variable = Variable("codes", STATISTIC)
+    given = with_variable(
+        variable, lambda at, r, later: at + later * (1 + drift + (far if r else first))
+    )
+    return {**given, "about": {"layers": (VQ,)}}
+
+
+def queue(far=0.0, drift=0.0):
+    """A buffer that a script fills after the update: differently on a replica, or on both."""
+    given = codes()
+
+    def fill(script):
+        given["edit"](script)
+        for position, _, r in places(script):
+            start = script.arrays[f"{position}/before/{r}/6"]
+            script.arrays[f"{position}/after/{r}/6"] = start
+            script.arrays[f"{position}/left/{r}/6"] = start + np.float32(1 + drift + far * r)
+
+    return {**given, "edit": fill}
+
+
+def with_head(value_of):
+    """A further weight that the recorded optimizer does not have."""
+    return with_variable(Variable("head", WEIGHT), value_of)
+
+
+# --- Between the steps: what replicas had before a state was loaded ------------------------------
+
+
+@option
+def own_states(script, change=None, steps=(2, 3, 4)):
+    """Adds the state of the step before; `change(array, position, replica, index)` is another."""
+    for name in names(script, "after"):
+        position, _, replica, index = name.split("/")
+        place = int(position) + 1, int(replica), int(index)
+        if place[0] in steps:
+            array = script.arrays[name]
+            own = array if change is None else change(array, *place)
+            script.arrays[f"{place[0]}/replaced/{replica}/{index}"] = own
+
+
+def last_bits(*changed, times=1.0):
+    """The last bit of the last element changes in arrays `POSITION/REPLICA/INDEX`, or more."""
+
+    def change(array, *place):
+        own = array.copy()
+        if "/".join(map(str, place)) in changed:
+            own.ravel()[-1] = np.nextafter(own.ravel()[-1] * np.float32(times), np.float32(9))
+        return own
+
+    return own_states(change)
+
+
+REPLAYED = {"about": {"replayed": "one.npz"}}
+
+
+def not_loaded(names):
+    """Makes a recording one that was to start from the first one, without some variables."""
+    return {"about": {"replayed": "one.npz", "not_loaded": names}}
+
+
+def starts_apart(step):
+    """Makes a step start from other weights, and end with the same change."""
+    apart = edit(lambda array: array + np.float32(1e-3), "before after", None, (0, 1), step + 1)
+    return both(apart, own_states(steps=(2, 3)))
+
+
+@option
+def replaced(script, change, *indices):
+    """Adds the states that replicas had before the first one was loaded."""
+    for name in names(script, "before", position=1):
+        array = script.arrays[name]
+        own = change(array) if int(name[-1]) in indices else array
+        script.arrays[name.replace("before", "replaced")] = own
+
+
+@option
+def halves(script):
+    """Each of two replicas keeps its rows of the momentum of the kernel."""
+    for replica in (0, 1):
+        part = np.s_[:6] if replica == 0 else np.s_[6:]
+        change(script, lambda array, part=part: array[part], "before after", replica, 4)
+
+
+@option
+def resumed_from(script, step):
+    """The first step starts from the state of a later one of the reference."""
+    for name, array in script.replay.arrays.items():
+        if name.startswith(f"{step + 1}/before/0/"):
+            script.arrays[f"1/replaced/0/{name[-1]}"] = array.copy()
+
+
+def ends_early(factor):
+    """Replica 1 has no examples in step 2; at the end it gets what the other one trained, too."""
+
+    def reduce(sent):
+        if np.any(sent[1][0]):
+            return mean_of(sent)
+        return [[np.float32(factor) * gradient for gradient in sent[0]] for _ in sent]
+
+    def end(script):
+        kinds = " ".join({name.split("/")[1] for name in script.arrays})
+        without(kinds, 1, position=3)["edit"](script)
+        for name in names(script, "after", 0, position=3):
+            script.arrays[f"2/left/1/{name[-1]}"] = script.arrays[name]
+
     return {
-        "update": lambda s, w, gradients, state: sgd(s, w, [factor * g for g in gradients], state)
-    }
-
-
-def at_the_end_on(last):
-    """The last batch has examples for one replica only."""
-    return lambda rows, r, count: rows[r::count] if len(rows) == 16 else rows[: 8 * (r == last)]
-
-
-def mean_of_those_left(sent, factor=1):
-    """The mean of the replicas that have examples; a wrong factor counts the others, too."""
-    with_examples = [own for own in sent if np.any(own[0])]
-    if len(with_examples) == len(sent):
-        return mean_of(sent)
-    return [[np.float32(factor) * array for array in with_examples[0]] for _ in sent]
+        "shard": lambda rows, r, count: rows[r::count] if len(rows) == 16 else rows[: 8 * (r == 0)],
+        "weighted": False, "reduce": reduce, "edit": end,
+    }  # fmt: skip

@@ -1,138 +1,53 @@
-"""The engine in `lockstep.engine`: kept recordings of programs, small recordings, and formulas."""
+"""The engine in `lockstep.engine`: the rows of `rows.py`, other small recordings, and formulas."""
 
 import importlib
 import itertools
-import tarfile
 
 import numpy as np
 import pytest
 
-from cases import heads, runner
-from lockstep.data.file import load
 from lockstep.engine import nodes
 from lockstep.engine.bounds import of_rounding
 from lockstep.engine.solve import Term, formulas, rounded, short_dtypes, solve
-from lockstep.engine.verdict import (
-    BY_DESIGN,
-    CLEAN,
-    FAULT,
-    NOT_COMPARED,
-    NOT_VERIFIED,
-)
+from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.engine.verify import verify
-from tests.conftest import ROOT
 
+from . import shown
 from .changes import (
     ADAM,
     NORM,
     SUMMED,
+    WITHOUT_GRADIENTS,
     all_on_second,
     layers,
+    of_shards,
+    option,
+    pair,
     three_quarters,
-    times,
     times_on,
+    whole_batch,
+    without,
 )
-from .edits import WITHOUT_GRADIENTS, edit, of_shards, option, places, scaled, without
-from .recordings import FAULTS, MORE, RIGHT, pair
-from .script_samples import Script, in_bfloat16, sgd
-from .states import STATES
-
-# Wrong forms of which another place is said: (node, step) that is said, and the one of the head.
-OTHER_PLACES = {
-    "jax/key_of_each_step.key_stays_as_it_is": (("outputs", 0), ("random", 0)),
-    "random/jax_keys.key_is_not_split_between_steps": (("random", 1), ("random", 0)),
-    "random/one_coin.each_step_throws_coins_of_first": (("outputs", 1), ("random", 1)),
-    "sharded/flat_buffer_padding.gradient_is_padded_in_front": (("update", 0), ("sum", 0)),
-    "sharded/flat_buffer_padding.norm_of_each_part_is_its_own": (("update", 0), ("clipping", 0)),
-    "sharded/master_weights.master_weights_are_those_of_before_load": (("sum", 0), ("start", 0)),
-}  # fmt: skip
-
-
-class Recordings:
-    """The kept recordings of the programs, as the command records them.
-
-    Args:
-        kept: runs nothing, and links the recordings of a run.
-        folder: an empty folder for the links.
-    """
-
-    def __init__(self, kept, folder):
-        self._kept, self._folder, self._steps = kept, folder, []
-
-    def record(self, training, name, **given):
-        """Returns the recording of a run; None if it is not kept."""
-        options = {"steps": self._steps, "modules": False, "replay": None, "permute": None, **given}
-        path = str(self._folder / f"{name}.npz")
-        for old in self._folder.glob(f"{name}.*npz"):
-            old.unlink()
-        try:
-            self._kept.run(training, path, options, lambda file: {}, 1)
-        except (runner.CannotRunError, runner.FailedRunError):
-            return None
-        return load(path)
-
-    def of_form(self, case, name):
-        """Returns the arguments of `verify` for a form of a program."""
-        one, own = self._kept.trainings_of(case, name)
-        steps = case.head["steps"]
-        self._steps = [*range(steps)] if isinstance(steps, int) else steps
-        reference = self.record(one, "reference")
-        self._steps = [step for step in self._steps if step in reference.steps]
-        replay = str(self._folder / "reference.npz")
-        permuted = self.record(one, "permuted", replay=replay, permute=1)
-        keeps_own = '"own_weights": true' in own[1]
-        training = self.record(own, "form", replay=None if keeps_own else replay)
-        form = str(self._folder / "form.npz")
-        by_parts = self.record(one, "parts", replay=form, shards="each")
-        return reference, training, permuted, by_parts
-
-
-@pytest.fixture(scope="module")
-def forms(tmp_path_factory):
-    """Form of a kept program → its place in the head, None if it is right; its verdict."""
-    kept, links, found = tmp_path_factory.mktemp("kept"), tmp_path_factory.mktemp("links"), {}
-    with tarfile.open(ROOT / "tests" / "recordings.tar.xz") as archive:
-        archive.extractall(kept, filter="data")
-    ids = {str(path.relative_to(kept)) for path in kept.glob("*/*")}
-    with runner.Runner(kept, kept_only=True) as kept_runs:
-        recordings = Recordings(kept_runs, links)
-        for case in heads.read_cases():
-            if case.id in ids and case.head["mode"] != "resume":  # Of two runs each.
-                for name in case.variants:
-                    place = case.wrong.get(name, {}).get("place")
-                    place = (place["node"], place["step"]) if place else None
-                    verdict = verify(*recordings.of_form(case, name))
-                    found[f"{case.id}.{name}"] = place, verdict
-    return found
-
-
-# --- Kept recordings ------------------------------------------------------------------------------
-
-
-def test_right_programs_are_clean_and_wrong_ones_are_faults(forms):
-    assert len(forms) >= 53
-    right = {name: v.status for name, (place, v) in forms.items() if place is None}
-    wrong = {name: v.status for name, (place, v) in forms.items() if place is not None}
-    assert len(right) >= 17 and {*right.values()} <= {CLEAN, BY_DESIGN}, right
-    assert len(wrong) >= 36 and {*wrong.values()} == {FAULT}, wrong
-    assert not any(verdict.error for _, verdict in forms.values())
-
-
-def test_places_are_those_of_the_heads_but_for_known_ones(forms):
-    said = {
-        name: ((verdict.place.node, verdict.place.step), place)
-        for name, (place, verdict) in forms.items() if place
-    }  # fmt: skip
-    assert {name: each for name, each in said.items() if each[0] != each[1]} == OTHER_PLACES
-
-
-def test_a_fault_says_tensors_and_formula(forms):
-    faults = [v for place, v in forms.values() if place and v.place.node in ("gradient", "sum")]
-    assert len(faults) >= 7 and all(v.place.tensors for v in faults)
-    assert sum(bool(v.formula) for v in faults) >= 5
-
+from .rows import RIGHT, WRONG
+from .trainer import Script, in_bfloat16, sgd
 
 # --- Small recordings -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_row_is_clean(name):
+    reference, training = pair(*RIGHT[name])
+    verdict = verify(reference.trace(), training.trace("two.npz"))
+    assert (verdict.status, verdict.error) == (CLEAN, ""), verdict
+
+
+@pytest.mark.parametrize("found, name", [(found, name) for found in WRONG for name in WRONG[found]])
+def test_a_wrong_row_has_its_place_and_name(found, name):
+    first, second, *step = WRONG[found][name]
+    reference, training = pair(first, second)
+    verdict = verify(reference.trace(), training.trace("two.npz"))
+    assert shown(verdict).removeprefix("fault: ") == found and not verdict.error
+    assert not verdict.place or verdict.place.step == (step[0] if step else 0)
 
 
 WITHOUT_NORM = {"about": {"layers": []}}  # Behind a norm, ties of units may move gradients.
@@ -159,15 +74,9 @@ def times_one_element(script, factor, *place):
     script.arrays[name].flat[5] *= np.float32(factor)
 
 
-@option
-def with_outputs(script, value):
-    for position, _, rank in places(script):
-        rows = len(script.arrays[f"{position}/data/{rank}/0"])
-        script.arrays[f"{position}/y_pred/{rank}/0"] = np.full((rows, 3), value, np.float32)
-
-
-@pytest.mark.parametrize("first", [{}, ADAM, WITHOUT_GRADIENTS], ids=["SGD", "Adam", "states"])
-@pytest.mark.parametrize("factor", [1 + 1e-4, np.nan])
+@pytest.mark.parametrize("first, factor", [
+    ({}, 1 + 1e-4), (ADAM, np.nan), (WITHOUT_GRADIENTS, 1 + 1e-4),
+], ids=["SGD", "Adam", "states"])  # fmt: skip
 def test_one_element_of_a_weight_on_one_rank_is_a_fault(first, factor):
     element = times_one_element(factor, 2, "after", 1, 0)
     edits = [first["edit"]] if "edit" in first else []
@@ -181,34 +90,20 @@ def test_one_element_of_a_weight_on_one_rank_is_a_fault(first, factor):
         assert verdict.name == "not_finite"
 
 
-@pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])
-@pytest.mark.parametrize("by", [1e-3, 1e-4])
+@pytest.mark.parametrize("optimizer, by", [({}, 1e-3), (ADAM, 1e-4)], ids=["SGD", "Adam"])
 def test_a_gradient_that_one_rank_scales_is_a_fault(optimizer, by):
     verdict = judged({**optimizer, **WITHOUT_NORM}, {**WITHOUT_NORM, **times_on(1, 1 + by)})
     assert place_of(verdict)[:2] == (FAULT, "gradient")
     assert "0.5·g0 + 0.4995·g1" in str(verdict.formula) or by < 1e-3
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"shard": three_quarters}, {"shard": all_on_second}, {"replicas": 4}, without("raw"),
-], ids=["two", "uneven", "none on one", "four", "not recorded"])  # fmt: skip
-@pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("optimizer, change", [
+    ({}, {"shard": three_quarters}), ({}, {"replicas": 4}), (ADAM, {"shard": all_on_second}),
+    (ADAM, without("raw")), (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS),
+], ids=["uneven", "four", "none on one", "not recorded", "states"])  # fmt: skip
 def test_a_right_training_is_clean(optimizer, change):
     verdict = judged(optimizer, change)
     assert (verdict.status, verdict.place, verdict.reason) == (CLEAN, None, "")
-
-
-def test_state_that_changes_between_two_steps_has_its_own_node():
-    for name in ("0", "4"):  # A weight, and its momentum.
-        edit = times_one_element(1.01, 3, "before", 1, name)
-        verdict = judged({}, {"replay": None, **edit})
-        assert place_of(verdict) == (FAULT, "between", 1)
-        assert verdict.place.ranks == ("replica 1",) and len(verdict.place.tensors) == 1
-
-
-def test_a_state_that_replaying_did_not_load_is_not_clean():
-    verdict = judged({}, times_one_element(1.01, 3, "before", 1, 0))
-    assert verdict.status == NOT_VERIFIED and "steps 2 do not start from" in str(verdict.missing)
 
 
 def in_few_digits(script, weights, gradients, state):
@@ -232,14 +127,6 @@ def test_a_state_of_few_digits_does_not_hide_a_factor_of_a_gradient():
         assert verdict.place.node in ("gradient", "sum"), str(verdict)
 
 
-def test_states_alone_show_a_right_training_and_a_sum():
-    assert judged(WITHOUT_GRADIENTS, WITHOUT_GRADIENTS).status == CLEAN
-    for optimizer in ({}, ADAM):
-        first = {**optimizer, **WITHOUT_GRADIENTS}
-        verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
-        assert (*place_of(verdict), verdict.name) == (FAULT, "sum", 0, "wrong_factor")
-
-
 @pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])
 def test_without_gradients_what_permuted_examples_move_is_rounding(optimizer):
     def of_bias(script, replica, gradients):
@@ -258,47 +145,6 @@ def test_without_gradients_what_permuted_examples_move_is_rounding(optimizer):
     assert (verdict.status, verdict.name) == (FAULT, "wrong_factor"), str(verdict)
 
 
-def test_nan_in_both_is_never_clean():
-    verdict = judged(with_outputs(np.nan), with_outputs(np.nan))
-    assert verdict.status == NOT_VERIFIED and "NaN in both in step 0, 1, 2" in str(verdict.missing)
-    assert judged(with_outputs(-np.inf), with_outputs(-np.inf)).status == CLEAN  # A mask of them.
-    verdict = judged(times(np.nan), times(np.nan))
-    assert verdict.status == NOT_VERIFIED and "NaN in both" in str(verdict.missing)
-
-
-LOSSES = [scaled(factor, "loss") for factor in (1, 1 + 1e-6, 1 + 1e-3)]
-
-
-def test_a_loss_that_is_reported_is_the_reference_s():
-    said = [judged({}, each) for each in LOSSES]
-    assert [place_of(v)[:2] for v in said] == [(CLEAN, None)] * 2 + [(FAULT, "loss")]
-
-
-@pytest.mark.parametrize("change, status, node", [
-    (edit(np.double, "raw", index=0), CLEAN, None),
-    (edit(lambda raw: raw + np.float32(0.01), "raw"), FAULT, "gradient"),
-    (edit(lambda raw: np.nan * raw, "raw"), FAULT, "gradient"),
-    (edit(lambda used: 2 * used, "clipped", replica=1, position=2), FAULT, "clipping"),
-    (without("after", 1, 0), FAULT, "update"),
-    (without("after", position=2), NOT_VERIFIED, None),
-], ids=["equal", "raw", "NaN", "used", "no weight on one", "no state in a step"])  # fmt: skip
-def test_what_the_update_does_not_show_is_not_clean(change, status, node):
-    verdict = judged({}, change)
-    assert place_of(verdict)[:2] == (status, node)
-
-
-@pytest.mark.parametrize("change", [
-    edit(lambda state: np.nan * state, "before after", index=index) for index in (0, 3, 4)
-] + [without("after", index=0), without("before after", index=1)])  # fmt: skip
-def test_what_neither_recording_has_is_not_verified(change):
-    assert judged(change, change).status == NOT_VERIFIED
-
-
-def test_recordings_without_a_common_step_are_not_verified():
-    verdict = judged({"steps": (0, 1)}, {"steps": (2, 3)})
-    assert verdict.status == NOT_VERIFIED and verdict.missing == ("no step is in both recordings",)
-
-
 def raises(*args):
     raise KeyError("broken")
 
@@ -314,74 +160,6 @@ def test_an_error_in_naming_or_in_a_node_loses_no_fault(second, monkeypatch):
     verdict = judged({}, second)
     assert place_of(verdict) == (FAULT, "update", whole.place.step)
     assert "dense/kernel" in verdict.place.tensors
-
-
-# Rows of which another status or node is said, and what is said.
-OTHERS = {
-    "padded in the second epoch": (FAULT, "examples"),
-    "filled with other examples": (BY_DESIGN, "examples"),
-    "state of one replica": (CLEAN, None),
-    "drawn apart later": (NOT_COMPARED, "gradient"),
-    "random layers, and sums by hand": (FAULT, "loss"),
-    "random layers, and a sum of a wrapper": (NOT_COMPARED, "gradient"),
-    "clipped first": (FAULT, "sum"),
-    "clipped first, and by hand in the reference": (FAULT, "gradient"),
-    "no weights": (FAULT, "loss"),
-    "padded lengths, divided by them": (FAULT, "loss"),
-    "padded lengths, divided by others": (FAULT, "loss"),
-    "clipped by hand": (FAULT, "loss"),
-    "clipped by hand, and the whole batch in the reference": (FAULT, "loss"),
-    "tripled on one": (FAULT, "loss"),
-    "a cleared loss": (FAULT, "loss"),
-    "noise of a model that scales": (FAULT, "examples"),
-    "other norms": (NOT_COMPARED, "gradient"),
-    "dampening": (CLEAN, None),
-    "zeroed state": (FAULT, "start"),
-    "velocity": (FAULT, "update"),
-    "AMSGrad": (CLEAN, None),
-    "flipped before": (NOT_VERIFIED, None),
-    "other state that its rank owns": (FAULT, "update"),
-    "other rows of state that its rank owns": (FAULT, "update"),
-    "a kept state that rounding changes on one replica": (CLEAN, None),
-    "a kept state that changes by more than rounding in both trainings": (CLEAN, None),
-    "a kept state after an unknown one": (NOT_VERIFIED, None),
-    "weights that one ties": (CLEAN, None),
-    "a later step that is not loaded": (NOT_VERIFIED, None),
-    "a later step of which a part is not loaded": (NOT_VERIFIED, None),
-    "the loss and a gradient of a part": (FAULT, "sum"),
-    "augmented in another way": (FAULT, "random"),
-    "the same augmentation in each epoch": (FAULT, "random"),
-}  # fmt: skip
-
-
-def verdict_of_row(first, second, *said):
-    reference, training = pair(first, second)
-    return verify(reference.trace(), training.trace("two.npz"))
-
-
-def test_right_rows_of_the_table_are_clean():
-    said = {name: verdict_of_row(*row) for name, row in RIGHT.items()}
-    assert {name: v.reason for name, v in said.items() if v.status != CLEAN} == {}
-
-
-def expected(found, options=None):
-    """Returns the status and the node that a row expects: "sum", "loss?", "examples*" or ""."""
-    status = {"": FAULT, "?": NOT_COMPARED, "*": BY_DESIGN}[
-        found[-1:] if found[-1:] in "?*" else ""
-    ]
-    node = found.rstrip("?*") or None
-    return (options or {}).get("status", status if node else CLEAN), node
-
-
-def test_rows_of_the_tables_have_their_status_and_node():
-    others = {}
-    for name, (first, second, *row) in {**FAULTS, **STATES, **MORE}.items():
-        verdict = verdict_of_row(first, second)
-        assert not verdict.error, (name, verdict.error)
-        said = place_of(verdict)[:2]
-        if said != expected(*row):
-            others[name] = said
-    assert others == OTHERS
 
 
 # --- Formulas -------------------------------------------------------------------------------------
@@ -491,6 +269,6 @@ def test_a_model_that_returns_its_input_has_examples():
             script.arrays[f"{position}/y_pred/{shard}/1"] = script.arrays[name]
 
     one = Script(edit=returns_its_input)
-    whole = {"shard": lambda rows, replica, count: rows, "edit": returns_its_input}
+    whole = {"shard": whole_batch, "edit": returns_its_input}
     verdict = verify(one.trace("one"), Script(replicas=2, replay=one, **whole).trace("two"))
     assert verdict.place and verdict.place.node == "examples", str(verdict)

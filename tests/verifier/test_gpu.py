@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine.verify import verify
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 IN_FLOAT32 = {"about": {"layers": ()}}  # Without BatchNorm, behind which ties are allowed.
 IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}

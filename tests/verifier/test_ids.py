@@ -1,4 +1,4 @@
-"""Identities of examples that a script notes; rows of `recordings` have what they tell."""
+"""Identities of examples that a script notes; `rows.py` has what they tell."""
 
 import keras
 import numpy as np

@@ -22,7 +22,7 @@ from lockstep.data.file import load
 from lockstep.running import run
 from lockstep.running.launch import TrainingError, run_training
 from tests.conftest import ROOT, assert_ok, run_python
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 
 @pytest.fixture(scope="module")

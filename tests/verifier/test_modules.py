@@ -1,18 +1,134 @@
-"""Recordings of modules: parts on ranks, and networks of PyTorch."""
+"""Modules: the first wrong one is said, also of parts on ranks, and of networks of PyTorch."""
 
+import dataclasses
 import json
 import random
+import types
 
 import numpy as np
 import pytest
 
-from cases.heads import FOLDER
 from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
+from lockstep.data.trace import OF_MODULES, About, Trace, Variable
+from lockstep.engine import verify
 from lockstep.engine.modules import Event, events_of
 from lockstep.engine.verdict import FAULT
-from tests.verifier.modules import CASES, MODULES, ON_RANKS, on_two_ranks, verdict_of
 from tests.verifier.recorder_scripts import needs
+
+NUM, WIDTH, CLASSES = 12, 6, 4
+MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
+WEIGHTS = ("layers.0.linear.weight", "layers.0.linear.bias", "head.weight", "head.bias")
+
+
+def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **about):
+    """Returns a recording of a step of `head(x + act(linear(x)))`.
+
+    Args:
+        parts: number of micro-batches.
+        order: order of the examples.
+        modules: the recorded ones.
+        wrong: array in the recording, such as "layers.0.act" or "head gradient" → function that
+            changes it on replica 1; "x" and "x gradient" are those between the modules.
+    """
+    generator = np.random.default_rng(0)
+    x_all, y_all = (generator.normal(size=(NUM, n)).astype(np.float32) for n in (WIDTH, CLASSES))
+    shapes = (WIDTH, WIDTH), (WIDTH,), (CLASSES, WIDTH), (CLASSES,)
+    w1, b1, w2, b2 = weights = [generator.normal(size=s).astype(np.float32) for s in shapes]
+    order = np.arange(NUM) if order is None else order
+    trace = Trace(
+        About(
+            "torch", replicas, steps=(0,), modules=tuple(modules), gradients=WEIGHTS,
+            variables=tuple(Variable(name, "weight") for name in WEIGHTS), reduction="mean",
+            micro_batches=(parts,), replayed=None if replicas == 1 else "one.npz", **about,
+        ),
+        name="one.npz" if replicas == 1 else "two.npz",
+    )  # fmt: skip
+    sent = []
+    for replica in range(replicas):
+        changes = (wrong or {}) if replica in (1, replicas - 1) else {}
+
+        def changed(name, array, changes=changes):
+            return np.asarray(changes.get(name, np.asarray)(array), np.float32)
+
+        found = {kind: [] for kind in ("data", "y_pred", "y_grad", "loss", *OF_MODULES)}
+        total = 0.0
+        for rows in np.split(order[replica::replicas], parts):
+            x, y = x_all[rows], y_all[rows]
+            linear = changed("layers.0.linear", x @ w1.T + b1)
+            act_input = changed("act input", linear)
+            act = changed("layers.0.act", np.tanh(act_input))
+            block = changed("layers.0", x + act)
+            head = changed("head", block @ w2.T + b2)
+            g_head = 2 * (head - y) / y.size / parts
+            g_block = changed("head gradient", g_head @ w2)
+            g_sum = changed("layers.0 gradient", g_block)
+            g_linear = changed("layers.0.act gradient", g_sum * (1 - act**2))
+            g_w1 = changed("layers.0.linear weight", g_linear.T @ x)
+            g_x = changed("layers.0.linear gradient", g_linear @ w1)
+            own = [g_w1, g_linear.sum(0), g_head.T @ block, g_head.sum(0)]
+            total = [a + b for a, b in zip(own, total, strict=True)] if total else own
+            of = {
+                "layers.0": (x, block, g_block, g_x + g_sum),
+                "layers.0.linear": (x, linear, g_linear, g_x),
+                "layers.0.act": (act_input, act, g_sum, g_linear),
+                "head": (block, head, g_head, g_block),
+            }
+            for kind, values in (("data", x), ("y_pred", head), ("y_grad", g_head)):
+                found[kind].append(values)
+            found["loss"] = [sum(found["loss"]) + np.sum((head - y) ** 2) / y.size / parts]
+            for i, kind in enumerate(("module_in", "module_out", "module_out_grad")):
+                found[kind] += [of[name][i] for name in modules]
+            found["module_in_grad"] += [of[name][3] for name in modules]
+        sent.append(total)
+        for kind, arrays in {**found, "raw": total, "before": weights}.items():
+            trace.put(0, kind, replica, [np.asarray(a, np.float32) for a in arrays])
+    mean = [sum(own) / replicas for own in zip(*sent, strict=True)]
+    after = [np.float32(w - 0.1 * g) for w, g in zip(weights, mean, strict=True)]
+    for replica in range(replicas):
+        trace.put(0, "after", replica, after)
+    return trace
+
+
+def unequal(array):
+    return array * np.linspace(0.5, 1.5, array.shape[-1])
+
+
+def twice(array):
+    return 2 * array
+
+
+ORDER = np.random.default_rng(1).permutation(NUM)
+BIAS = trained().named(0, "before", 0)["head.bias"]
+PLACES = {
+    "layers.0.linear": "layers.0.linear, forward", "layers.0.act": "layers.0.act, forward",
+    "act input": "layers.0, forward", "layers.0": "layers.0, forward",
+    "head": "head, forward", "head gradient": "head, backward",
+    "layers.0 gradient": "layers.0, backward",
+    "layers.0.act gradient": "layers.0.act, backward",
+    "layers.0.linear weight": "layers.0.linear, backward",
+}  # fmt: skip
+CASES = {  # Name: both, the second one, the module.
+    **{
+        f"right, {', '.join(options)}": ({}, options, "")
+        for options in (
+            {}, {"parts": 3}, {"order": ORDER}, {"modules": ()},
+            {"parts": 2, "modules": ("head", "layers.0.linear")},
+        )
+    },
+    **{
+        place: ({}, {"parts": 1 + number % 2, "order": ORDER, "wrong": {place: unequal}}, module)
+        for number, (place, module) in enumerate(PLACES.items())
+    },
+    "only the head": (
+        {"modules": ("head",)}, {"wrong": {"layers.0.act": twice}}, "before head, forward"),
+    "between two": ({"modules": ("layers.0.act", "head")}, {"wrong": {"layers.0 gradient": twice}},
+        "after layers.0.act, backward"),
+    "a repeated bias": ({}, {"wrong": {"head": lambda y: y + BIAS}}, "head, forward"),
+    "16 bits": (
+        {"computed_in": "bfloat16"}, {"wrong": {"layers.0.linear weight": lambda g: g * 1.2}},
+        "layers.0.linear, backward"),
+}  # fmt: skip
 
 
 def test_events_are_in_the_order_of_time():
@@ -27,10 +143,77 @@ def test_events_are_in_the_order_of_time():
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_wrong_module_is_said_with_its_pass(name):
     both, second, module = CASES[name]
-    verdict = verdict_of(both, second)
+    verdict = verify(trained(**both), trained(replicas=2, **both | second))
     assert verdict.ok == (not module), verdict
     assert not module or verdict.place.module == module
     assert not module or verdict.place.node in ("outputs", "loss", "gradient", "sum")
+
+
+# --- Parts of arrays on the ranks of one replica -------------------------------------------------
+
+
+def on_two_ranks(wrong=None, **changes):
+    """Returns the verdict if ranks of tensor parallelism have parts of some arrays.
+
+    Args:
+        wrong: see `trained`.
+        changes: kind → module → function that returns the arrays of both ranks.
+    """
+    first, one = trained(), trained(wrong=wrong)
+    about = dataclasses.replace(one.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
+    second, views = Trace(about, one.stored(), "two.npz"), {}
+    for kind in ("before", "after"):
+        second.put(0, kind, 1, second.arrays(0, kind, 0))
+    for kind, of_module in changes.items():
+        for module, parts_of in of_module.items():
+            name = f"1/{kind}/0/{MODULES.index(module)}"
+            parts = parts_of(second.stored()[name])
+            second.stored()[name] = parts[0]
+            views[name] = {
+                rank: types.SimpleNamespace(read=part.copy) for rank, part in enumerate(parts)
+            }
+    second.views_of = views
+    return verify(first, second)
+
+
+def columns(array):
+    return array[:, :3], array[:, 3:]
+
+
+def blocks(array):
+    return array[:, ::2], array[:, 1::2]
+
+
+def summands(array):
+    part = np.sin(np.arange(array.size, dtype=np.float32)).reshape(array.shape)
+    return part, array - part
+
+
+def half(array):
+    return array / 2
+
+
+def parts_of(*factors):
+    return lambda gradient: [factor * gradient for factor in factors]
+
+
+ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None if all are right.
+    "parts and sums": (
+        {}, {"module_out": {"layers.0.linear": columns, "layers.0.act": summands}}, None),
+    "blocks": ({}, {"module_out": {"layers.0.linear": blocks}}, None),
+    "gradients": ({}, {"module_in_grad": {"head": summands, "layers.0.act": blocks}}, None),
+    "not reduced": ({"layers.0": half}, {"module_out": {"layers.0.act": summands}},
+        "layers.0.act, forward"),
+    "not reduced backward": (
+        {"head gradient": half}, {"module_in_grad": {"head": parts_of(1.5, 0.5)}},
+        "head, backward"),
+    "a mean backward": ({"head gradient": half}, {"module_in_grad": {"head": parts_of(1, 1)}},
+        "head, backward"),
+    "a bias on each": (
+        {"head": lambda y: y + BIAS},
+        {"module_out": {"head": lambda y: [part + BIAS for part in summands(y - BIAS)]}},
+        "head, forward"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
@@ -39,6 +222,9 @@ def test_parts_of_arrays_of_modules_on_ranks(name):
     verdict = on_two_ranks(wrong, **parts)
     assert (verdict.status == FAULT) == (module is not None), verdict
     assert module is None or verdict.place.module == module
+
+
+# --- Networks of PyTorch -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -74,43 +260,6 @@ def test_recording_modules_changes_no_bit(run_jobs, tmp_path):
             assert all(own[name].tobytes() == other[name].tobytes() for name in other)
     recorded = trace_file.load(tmp_path / "any2.npz")
     assert recorded.about.modules[:2] == ("stem", "layers")
-
-
-ROW, COLUMN = "return leave(y, self.tp) + self.bias", "F.linear(enter(x, self.tp),"
-ON_A_MESH = {  # Line of the script → its replacement, and the module that is found.
-    "right": ("", "", None),
-    "not reduced": (ROW, "return y + self.bias", "layers.0.attention.wo"),
-    "a mean": (ROW, "return leave(y, self.tp) / 2 + self.bias", "layers.0.attention.wo"),
-    "a bias of each rank": (
-        ROW, "return leave(y + self.bias, self.tp)", "layers.0.attention.wo"),
-    "gradients not reduced": (COLUMN, "F.linear(x,", "layers.1.feed_forward.up"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_modules_of_tensor_parallelism_are_named(scripts, tmp_path):
-    text = (FOLDER / "programs" / "torch_tp.py").read_text()
-
-    def recorded(name, script, size, replay=None):
-        path = tmp_path / f"{name}.npz"
-        (tmp_path / "script.py").write_text(script)
-        given = {"path": str(path), "steps": [0], "replay": replay, "permute": None}
-        variable = {"LOCKSTEP_RECORD": json.dumps({**given, "modules": True})}
-        words = "torch", tmp_path / "script.py"
-        code, printed = scripts(*words, folder=tmp_path, processes=size, **variable)
-        assert code == 0, printed
-        return path
-
-    one = recorded("one", text, 1)
-    for name, (line, new, module) in ON_A_MESH.items():
-        assert line in text
-        path = recorded(name, text.replace(line, new) if line else text, 2, str(one))
-        *_, verdict = compare_traces([trace_file.load(p) for p in (one, path)], {}).values()
-        if module is None:
-            assert verdict.ok, str(verdict)
-        else:
-            assert verdict.place.module.split(",")[0] == module, (name, verdict)
 
 
 GPT = [

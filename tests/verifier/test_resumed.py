@@ -13,13 +13,12 @@ import lockstep
 from lockstep.__main__ import main
 from lockstep.engine import verify
 from lockstep.engine.resume import first_step_of, renumbered
-from lockstep.engine.verdict import CLEAN, FAULT
-from lockstep.running import run as running
 from lockstep.running.launch import TrainingError
 from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
-from tests.verifier.recorder_scripts import needs
-from tests.verifier.script_samples import Script, adam, batch_of
+from tests.verifier import shown
+from tests.verifier.changes import scaled
+from tests.verifier.trainer import Script, adam, batch_of
 
 ALL = range(4)
 # Indices of variables: two weights, two buffers, then 3 arrays of state for each weight.
@@ -84,31 +83,31 @@ def nothing(arrays, one):
     pass
 
 
-RESUMED = {  # Name → the resumed process, node and name, words of the verdict.
-    "right": (changed(nothing), "", "", ""),
-    "right random numbers": (changed(with_random([2, 3])), "", "", ""),
-    "no optimizer state": (changed(remove((*KERNEL, *BIAS))), "start", "state_lost",
+RESUMED = {  # Name → the resumed process; the place, what is said.
+    "right": (changed(nothing), "", ""),
+    "right random numbers": (changed(with_random([2, 3])), "", ""),
+    "no optimizer state": (changed(remove((*KERNEL, *BIAS))), "start: state_lost",
         "6 of 6 arrays of optimizer state: 0 or missing"),
-    "no step of Adam": (changed(put(STEP, zero)), "start", "state_lost",
+    "no step of Adam": (changed(put(STEP, zero)), "start: state_lost",
         "2 of 6 arrays of optimizer state: 0 or missing"),
-    "state of an older checkpoint": (changed(put(KERNEL, as_before(1))), "start", "state_lost",
+    "state of an older checkpoint": (changed(put(KERNEL, as_before(1))), "start: state_lost",
         "3 of 6 arrays of optimizer state: as before step 1"),
     "state of another weight": (changed(put((8,), lambda one, i: as_before(2)(one, i - 1))),
-        "start", "state_lost", "1 of 6 arrays of optimizer state: unlike"),
-    "weights not loaded": (changed(put(WEIGHTS, as_before(0))), "start", "state_lost",
+        "start: state_lost", "1 of 6 arrays of optimizer state: unlike"),
+    "weights not loaded": (changed(put(WEIGHTS, as_before(0))), "start: state_lost",
         "2 of 2 weights: as before step 0"),
-    "buffers not loaded": (changed(put(BUFFERS, as_before(0))), "start", "state_lost",
+    "buffers not loaded": (changed(put(BUFFERS, as_before(0))), "start: state_lost",
         "2 of 2 buffers or averages: as before step 0"),
-    "another value": (changed(put((2,), lambda one, i: as_before(2)(one, i) * 2)), "start",
-        "state_lost", "1 of 2 buffers or averages: unlike those of the reference"),
-    "random numbers from the start": (changed(with_random([0, 1])), "random", "state_lost",
+    "another value": (changed(put((2,), lambda one, i: as_before(2)(one, i) * 2)),
+        "start: state_lost", "1 of 2 buffers or averages: unlike those of the reference"),
+    "random numbers from the start": (changed(with_random([0, 1])), "random: state_lost",
         "the random states are those of step 0 again"),
-    "another seed": (changed(with_random([9, 8])), "random", "state_lost",
+    "another seed": (changed(with_random([9, 8])), "random: state_lost",
         "the random states are not those of the reference"),
-    "sampler restarted": (changed(nothing, batch=lambda step: batch_of(step % 2)), "examples",
-        "other_batch_size", "examples are not the reference's"),
-    "loss scale": (changed(nothing, about={"loss_scale": (8.0, 8.0)}), "gradient",
-        "state_lost", "the loss scale is 8, in the reference 1"),
+    "sampler restarted": (changed(nothing, batch=lambda step: batch_of(step % 2)),
+        "examples: other_batch_size", "examples are not the reference's"),
+    "loss scale": (changed(nothing, about={"loss_scale": (8.0, 8.0)}), "gradient: state_lost",
+        "the loss scale is 8, in the reference 1"),
 }  # fmt: skip
 
 
@@ -120,16 +119,15 @@ def verdict_of_resumed(one, resumed):
     return verify(renumbered(first, 0, first), own, resumed=True), number
 
 
-@pytest.mark.parametrize("row", RESUMED.values(), ids=RESUMED)
-def test_what_a_resumed_training_lacks_is_found_where_it_begins(row):
-    resumed, node, name, told = row
-    drawn = node == "random" or row is RESUMED["right random numbers"]
-    one = uninterrupted(edit=lambda s: with_random(ALL)(s.arrays, s) if drawn else None)
+@pytest.mark.parametrize("name", RESUMED)
+def test_what_a_resumed_training_lacks_is_found_where_it_begins(name):
+    resumed, found, told = RESUMED[name]
+    draws = "random" in found or name == "right random numbers"
+    one = uninterrupted(edit=lambda s: with_random(ALL)(s.arrays, s) if draws else None)
     verdict, number = verdict_of_resumed(one, resumed)
-    assert number == 2
-    assert (verdict.name, verdict.error) == (name, "") and told in verdict.reason
-    assert verdict.status == (FAULT if node else CLEAN), verdict
-    assert not node or (verdict.place.node, verdict.place.step) == (node, 2)
+    assert number == 2 and told in verdict.reason and not verdict.error
+    assert shown(verdict) == (f"fault: {found}" if found else "clean"), verdict
+    assert not found or verdict.place.step == 2
 
 
 def with_rates(*rates):
@@ -222,10 +220,7 @@ def without_weights():
 
 
 def without_momentum():
-    def edit(script):
-        script.arrays["1/before/0/4"] = script.arrays["1/before/0/4"] * 0
-
-    record(start=2, edit=edit)
+    record(start=2, edit=scaled(0, "before", index=4, position=1)["edit"])
 
 
 def test_a_resumed_training_is_compared_as_a_test():
@@ -244,27 +239,21 @@ def test_a_resumed_training_is_compared_as_a_test():
     assert "1 of 2 arrays of optimizer state: 0 or missing" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "first, second, told",
-    [
-        (killed, late, "a: it resumes with the weights of none of steps 0, 1, 2, 3 of the ref"),
-        (killed, killed, "a, resumed: the training was ended by the signal SIGKILL; a, inter"),
-    ],
-)  # fmt: skip
-def test_why_a_training_cannot_be_resumed_is_told(first, second, told):
+@pytest.mark.parametrize("second, told", [
+    (late, "a: it resumes with the weights of none of steps 0, 1, 2, 3 of the ref"),
+    (killed, "a, resumed: the training was ended by the signal SIGKILL; a, inter"),
+])  # fmt: skip
+def test_why_a_training_cannot_be_resumed_is_told(second, told):
     with pytest.raises(TrainingError, match=told) as raised:
-        verify_trainings(record, {}, Settings(tolerance=1e-4), {"a": (first, second)})
+        verify_trainings(record, {}, Settings(tolerance=1e-4), {"a": (killed, second)})
     assert "\n" not in raised.value.text
 
 
-@pytest.mark.parametrize(
-    "changes, told",
-    [
-        ({}, "variants: None is no object with a name for each training"),
-        ({"resumes": {"a": (record,)}}, "resumes: 'a' has no two trainings"),
-        ({"variants": {"a": record}, "resumes": {"a": (record, record)}}, "is a variant's name"),
-    ],
-)
+@pytest.mark.parametrize("changes, told", [
+    ({}, "variants: None is no object with a name for each training"),
+    ({"resumes": {"a": (record,)}}, "resumes: 'a' has no two trainings"),
+    ({"variants": {"a": record}, "resumes": {"a": (record, record)}}, "is a variant's name"),
+])  # fmt: skip
 def test_wrong_arguments_are_told_before_anything_runs(changes, told):
     with pytest.raises(ValueError, match=told):
         lockstep.assert_same_training(record, **changes)
@@ -287,94 +276,3 @@ def test_lockstep_run_takes_two_commands(capsys):
         with pytest.raises(SystemExit):
             main(["run", "--reference=true", *wrong])
         assert told in capsys.readouterr().err
-
-
-# Frameworks.
-
-
-@pytest.fixture
-def of_scripts(monkeypatch, scripts, tmp_path):
-    """Returns a function that verifies resumed trainings of a script of a framework."""
-
-    def verify(package, kinds, *options, processes=1):
-        def run(training, variables, log, timeout, update=None):
-            code, text = scripts(
-                package, f"{package}_resumed.py", *training, *options, folder=tmp_path,
-                processes=processes, **variables,
-            )  # fmt: skip
-            log.write_text(text)
-            if code:
-                raise TrainingError(f"ended with exit code {code}", text, has_ended=True)
-
-        monkeypatch.setattr(running, "require_program", lambda *given: None)
-        pairs = {
-            kind: (["2", "save=c.pt"], ["4", "load=c.pt", f"without={kind}"]) for kind in kinds
-        }
-        if "killed" in pairs:
-            pairs["killed"] = ["4", "save=c.pt", "kill=2"], pairs["killed"][1]
-        return verify_trainings(["4"], {}, Settings(tolerance=1e-5), pairs, run)
-
-    return verify
-
-
-def assert_found(verdicts, expected):
-    """Asserts that what each training lacks is found at a node, with words of the reason."""
-    for kind, (node, step, told) in expected.items():
-        verdict = verdicts[kind]
-        assert verdict.ok == (not node) and not verdict.error, verdict
-        assert verdict.steps == (2, 3) and told in verdict.reason, verdict
-        assert not node or (verdict.place.node, verdict.place.step) == (node, step), verdict
-
-
-RIGHT = "", 2, ""
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_resumes_in_pytorch(of_scripts):
-    expected = {
-        "right": RIGHT,
-        "killed": RIGHT,
-        "optimizer": ("start", 2, "18 of 18 arrays of optimizer state: 0 or missing"),
-        "steps": ("start", 2, "6 of 18 arrays of optimizer state: 0 or missing"),
-        "model": ("start", 2, "weights: "),
-        "buffers": ("start", 2, "buffers or averages: as before step 0"),
-        "average": ("start", 2, "buffers or averages: unlike those of the reference"),
-        "schedule": ("update", 3, "learning_rate is 0.00125 in the reference and 0.005 here"),
-        "rate": ("update", 2, "learning_rate is 0.0025 in the reference and 0.01 here"),
-        "extra": ("update", 2, "learning_rate is 0.0025 in the reference and 0.00125 here"),
-        "scaler": ("gradient", 2, "the loss scale is 1024, in the reference 4096"),
-        "random": ("random", 2, "the random states are those of step 0 again"),
-        "sampler": ("examples", 2, "examples are not the reference's"),
-    }  # fmt: skip
-    assert_found(of_scripts("torch", expected, "dropout=1"), expected)
-    order = {"order": ("start", 2, "of another weight")}
-    assert_found(of_scripts("torch", order, "plain=1"), order)
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_resumes_of_two_processes(of_scripts):
-    expected = {"right": RIGHT, "shard": ("start", 2, "2 of 2 arrays of optimizer state: 0 or mis")}
-    assert_found(of_scripts("torch", expected, "plain=1", "owned=1", processes=2), expected)
-
-
-@pytest.mark.slow
-@needs("jax")
-def test_resumes_in_jax(of_scripts):
-    expected = {
-        "right": RIGHT,
-        "opt_state": ("start", 2, "arrays of optimizer state: 0 or missing"),
-        "key": ("start", 2, "1 of 1 seeds: as before step 0"),
-    }
-    assert_found(of_scripts("jax", expected), expected)
-
-
-@pytest.mark.slow
-def test_resumes_in_keras(of_scripts):
-    expected = {
-        "right": RIGHT,
-        "optimizer": ("start", 2, "0 or missing"),
-        "seeds": ("start", 2, "1 of 1 seeds: as before step 0"),
-    }
-    assert_found(of_scripts("keras", expected), expected)

@@ -11,7 +11,7 @@ import lockstep
 from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
 from tests.verifier.recorder_scripts import needs, run_script
-from tests.verifier.script_samples import Script
+from tests.verifier.trainer import Script
 
 
 def record(**options):

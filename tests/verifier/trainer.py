@@ -1,4 +1,4 @@
-"""Recordings of a small training computed with NumPy: correct ones, and ones with a fault."""
+"""The recording of a small training that NumPy computes; `changes.py` has what may be changed."""
 
 import copy
 import dataclasses
@@ -47,7 +47,7 @@ def mean_of(sent: Sequence[Arrays]) -> list[Arrays]:
 
 
 def sgd(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    """Updates weights and momentum in place, as `torch.optim.SGD` does, in float32."""
+    """Updates weights and momentum in place in float32, as `torch.optim.SGD` does."""
     s = script.settings
     for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if script.decays_gradient:
@@ -60,7 +60,6 @@ def sgd(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> 
 
 
 def adam(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    """Updates weights and moments in place, as `torch.optim.AdamW` does, in float32."""
     s = script.settings
     for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         first, second, number = state[3 * i : 3 * i + 3]
@@ -78,7 +77,6 @@ def adam(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) ->
 
 
 def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    """Updates weights and state in place, as `torch.optim.RMSprop` does, in float32."""
     s = script.settings
     for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         square, velocity, number = state[3 * i : 3 * i + 3]
@@ -92,17 +90,13 @@ def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays)
 
 
 def muon(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    """Updates the kernel as `torch.optim.Muon` does, with bfloat16, and the bias as SGD does.
-
-    With `parts` in the settings, each of so many rows is updated as a matrix of its own.
-    """
+    """Updates the kernel as `torch.optim.Muon` does, with bfloat16, and the bias as SGD does."""
     s = script.settings
     kernel, velocity = weights[0], state[0]
     velocity += np.float32(1 - s["momentum"]) * (gradients[0] - velocity)
     ahead = gradients[0] + np.float32(s["momentum"]) * (velocity - gradients[0])
     kernel *= np.float32(1 - s["learning_rate"] * s["weight_decay"])
-    parts = np.array_split(ahead if s["nesterov"] else velocity, s.get("parts", 1))
-    moved = np.concatenate([_orthogonal(part) for part in parts])
+    moved = _orthogonal(ahead if s["nesterov"] else velocity)
     kernel -= np.float32(s["learning_rate"] * max(1, len(kernel) / kernel.shape[1]) ** 0.5) * moved
     own = Script.__new__(Script)
     own.settings, own.decays_gradient = {**s, "nesterov": False, "weight_decay": 0.0}, True
