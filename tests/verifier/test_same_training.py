@@ -202,27 +202,6 @@ def test_a_small_gpt_in_five_layouts_is_the_training_of_one_process():
 
 @pytest.mark.slow
 @needs("torch")
-def test_a_fault_behind_layers_that_compute_per_replica_is_found(tmp_path):
-    script = ROOT / "tests" / "verifier" / "recorder_scripts" / "torch_per_replica.py"
-    two = f"torchrun --nproc_per_node=2 {script}"
-    done = run_script(
-        *("torch", "-m", "lockstep", "run", "--json", "--tolerance=1e-5"),
-        *(f"--reference=python {script}", f"--variant=right={two}"),
-        *(f"--variant=wrong={two} wrong",),
-        cwd=tmp_path, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 9, done.stderr[-3000:]
-    trainings = json.loads(done.stdout)["trainings"]
-    assert trainings["right"]["status"] in ("clean", "by design")
-    place = trainings["wrong"]["place"]
-    assert place["node"] == "loss"
-    note = "the reference was run once for each rank's part of the batch"
-    told = [text for each in trainings.values() for text in each["notes"] + each["remarks"]]
-    assert told.count(note) == 2, told
-
-
-@pytest.mark.slow
-@needs("torch")
 @pytest.mark.parametrize(
     "kind, module", [("detached", "1, backward"), ("hooked", ""), ("short", "")]
 )
