@@ -5,22 +5,14 @@ from typing import NamedTuple
 
 
 class Options(NamedTuple):
-    """Options of the command line.
-
-    Attributes:
-        cycles: how many cycles to run; 0: each that there is, once.
-        seed: seed of random choices.
-        only: words of the names or kinds to which the campaign is limited; empty: no limit.
-        all: whether the tests that are marked `slow` run, too.
-    """
+    """Options of the command line; `cycles` of 0 is each that there is, once."""
 
     cycles: int
     seed: int
-    only: Sequence[str] = ()
-    all: bool = False
+    only: Sequence[str] = ()  # Words of the names to which the campaign is limited.
+    all: bool = False  # Whether the tests that are marked `slow` run, too.
 
     def wants(self, name: str) -> bool:
-        """Whether a name has one of the words of `only`, or there is no limit."""
         return not self.only or any(word in name for word in self.only)
 
 
@@ -29,6 +21,5 @@ class CampaignError(Exception):
 
 
 def check(holds: object, what: str) -> None:
-    """Raises an error if something does not hold."""
     if not holds:
         raise CampaignError(what)

@@ -4,11 +4,8 @@ One bit of a weight or of the optimizer state, before a verified step of two rep
 are flipped in `test_checkpoint.py`.
 """
 
-import collections
 import math
-import pathlib
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -22,35 +19,30 @@ from app.verification.step_check import StepCheck
 from models import MODELS
 from tests.conftest import CPUS, generated
 
-from . import Options, check
+from . import check
 
 REPLICAS = 2
-KINDS = ("weights", "optimizer")
+KINDS = {"weights": "model/", "optimizer": "optimizer/"}
 
 
 class Memory:
-    """A training of two replicas, whose every step is verified.
+    """A training of two replicas, whose every step is verified."""
 
-    Args:
-        choose: random choices.
-    """
-
-    def __init__(self, choose: random.Random):
-        self._random = choose
+    def __init__(self, choices: random.Random):
+        self._random, self._step = choices, 0
         config = Config.of(global_batch_size=64, recipe="fast", epochs=1000, verify_every=1)
         devices = Devices(CPUS[:REPLICAS], simulated=True)
         run = TrainingRun(config, devices, generated(128, 70))
         self._strategy, self._check = run.strategy, StepCheck(run)
-        self._weights = [v.path for v in self._strategy.model.trainable_variables]
+        self._weights = {f"model/{v.path}" for v in self._strategy.model.trainable_variables}
         self._iterator = self._strategy.distribute(run.batches())
-        self._step = 0
         for _ in range(3):  # The learning rate begins at 0.
             assert self._train_step() == "", "a correct step has a mismatch"
 
     def flip(self, kind: str) -> tuple[str, str]:
         """Flips a bit, trains and checks a step; returns what is to be named, and what was said."""
         before = self._strategy.states.per_copy()
-        expected = self._flip_variable(kind)
+        expected = self._flip_variable(KINDS[kind])
         found = self._train_step() or self._compare_copies()
         for copy, values in zip(self._strategy.copies(), before, strict=True):
             for name, variable in copy.items():
@@ -77,15 +69,13 @@ class Memory:
             return str(error)
         return ""
 
-    def _flip_variable(self, kind: str) -> str:
-        prefix = "model/" if kind == "weights" else "optimizer/"
-        replica = self._random.randrange(REPLICAS)
-        copy = self._strategy.copies()[replica]
+    def _flip_variable(self, prefix: str) -> str:
+        copy = self._random.choice(self._strategy.copies())
         names = [
             name
             for name, variable in copy.items()
             if name.startswith(prefix) and variable.dtype == tf.float32
-            if prefix != "model/" or name.removeprefix(prefix) in self._weights
+            if prefix == "optimizer/" or name in self._weights
         ]
         name = self._random.choice(names)
         value = copy[name].numpy()
@@ -95,12 +85,12 @@ class Memory:
         return name.partition("/")[2]
 
 
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Flips bits; yields what was noticed and not named."""
-    choose, own_lenet = random.Random(options.seed), MODELS["lenet"]
+    own_lenet = MODELS["lenet"]
     MODELS["lenet"] = "tests.dense_network:build_conv_norm_network"
     try:
-        memory = Memory(choose)
+        memory = Memory(random.Random(options.seed))
         kinds = [kind for kind in KINDS if options.wants(kind)]
         for number in range(options.cycles):
             kind = kinds[number % len(kinds)]

@@ -6,74 +6,54 @@ Of each node is listed which share of its bound a training uses. A cycle is a se
 with SGD, odd ones with AdamW. Fails if a training is not clean, or a share is more than half.
 """
 
-import collections
 import itertools
 import pathlib
-from collections.abc import Iterator
 
-from cases.runner import Server
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
-from lockstep.data.trace import Trace
 from lockstep.engine.verdict import CLEAN
 
-from . import Options, check
+from . import check
 from .recording import changed, record, shown, torch_server
 
 PROGRAM = pathlib.Path(__file__).with_name("torch_networks.py")
-NUM_STEPS = 2
 NETWORKS = ("MLP", "BatchNorm", "BatchNorm and SiLU", "GroupNorm", "transformer")
 GLOBAL_BATCH_SIZES = (16, 128, 512, 2048)
 MOST = 0.5  # Of the bound.
 
 
-def measured(one: Trace, two: Trace, permuted: Trace) -> tuple[dict[str, float], list[str]]:
-    """Compares the recordings of a seed.
-
-    Returns:
-        Node, and of which reference → the largest share of its bound; and what is not clean.
-    """
-    shares, told = dict[str, float](), list[str]()
-    for how, traces in (("", [one, two]), (", permuted", [one, two, permuted])):
-        for verdict in compare_traces(traces, {}).values():
+def measured(server, source, folder):
+    """Records a network; returns node → the largest share of its bound, and what is not clean."""
+    one = record(server, source, folder / "one.npz", steps=2)
+    two = record(server, source, folder / "two.npz", steps=2, processes=2, replay=one)
+    permuted = record(server, source, folder / "permuted.npz", steps=2, replay=one, permute=1)
+    shares, found = {}, []
+    for how, paths in (("", [one, two]), (", permuted", [one, two, permuted])):
+        for verdict in compare_traces([load(path) for path in paths], {}).values():
             shares |= {f"{m.node}{how}": m.share for m in verdict.measured}
-            told += [] if verdict.status == CLEAN else [shown(verdict)]
-    return shares, told
+            found += [] if verdict.status == CLEAN else [shown(verdict)]
+    return shares, found
 
 
-def _recorded(
-    server: Server, network: str, number: int, is_short: bool, seed: int, folder: pathlib.Path
-) -> list[Trace]:
-    """Records a network: in one process, in two, and in one with permuted examples."""
-    source = changed(
-        PROGRAM, NETWORK=network, GLOBAL_BATCH_SIZE=number, BFLOAT16=is_short, SEED=seed
-    )
-    one, two, permuted = (folder / f"{kind}{seed}.npz" for kind in ("one", "two", "permuted"))
-    record(server, source, one, steps=NUM_STEPS)
-    record(server, source, two, steps=NUM_STEPS, processes=2, replay=one)
-    record(server, source, permuted, steps=NUM_STEPS, replay=one, permute=1)
-    return [load(path) for path in (one, two, permuted)]
-
-
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Measures each network, dtype and size of a batch; yields the largest shares of each."""
     first = options.seed % 10**6
-    cases = itertools.product(NETWORKS, (False, True), GLOBAL_BATCH_SIZES)
     with torch_server() as server:
-        for network, is_short, number in cases:
-            name = f"{network}, {'bfloat16' if is_short else 'float32'}, batch of {number}"
-            if not options.wants(name):
+        for network, dtype, size in itertools.product(
+            NETWORKS, ("float32", "bfloat16"), GLOBAL_BATCH_SIZES
+        ):
+            told = [f"{network}, {dtype}, batch of {size}"]
+            if not options.wants(told[0]):
                 continue
-            told = [name]
             for seed in range(first, first + options.cycles):
-                traces = _recorded(server, network, number, is_short, seed, folder / name)
-                shares, found = measured(*traces)
+                constants = {"GLOBAL_BATCH_SIZE": size, "BFLOAT16": dtype != "float32"}
+                source = changed(PROGRAM, NETWORK=network, SEED=seed, **constants)
+                shares, found = measured(server, source, folder / told[0] / str(seed))
                 listed = ", ".join(f"{node} {share:.2g}" for node, share in shares.items())
                 told += [f"    shares of the bounds: {listed}", *found]
                 counts["comparisons"] += 1
                 counts["findings"] += len(found)
-                is_within = max(shares.values()) <= MOST
-                counts["comparisons above half of a bound"] += not is_within
+                counts["comparisons above half of a bound"] += max(shares.values()) > MOST
             yield "\n".join(told)
     check(not counts["findings"], "a right program has a finding")
     above = counts["comparisons above half of a bound"]

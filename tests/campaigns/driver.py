@@ -5,6 +5,7 @@ happens: `kill`; or, there and at all later calls, an error (`ENOSPC`, `EROFS`, 
 """
 
 import errno
+import itertools
 import os
 import pathlib
 import runpy
@@ -12,20 +13,17 @@ import signal
 import sys
 import time
 
-
-def main() -> None:
-    """Patches the call and runs the program."""
-    name, number, action = sys.argv[1].split(":")
-    original, count = getattr(os, name), 0
+if __name__ == "__main__":
+    name, first, action = sys.argv[1].split(":")
+    original, numbers = getattr(os, name), itertools.count(1)
 
     def call(*arguments, **options):
-        nonlocal count
-        count += 1
-        if action == "slow" and count >= int(number):
-            time.sleep(0.2)
-        elif count == int(number) and action == "kill":
+        number = next(numbers)
+        if action == "kill" and number == int(first):
             os.kill(os.getpid(), signal.SIGKILL)
-        elif count >= int(number) and action != "kill":
+        elif action == "slow" and number >= int(first):
+            time.sleep(0.2)
+        elif action.isupper() and number >= int(first):
             code = getattr(errno, action)
             raise OSError(code, os.strerror(code), str(arguments[0]))
         return original(*arguments, **options)
@@ -35,7 +33,3 @@ def main() -> None:
     sys.argv[:] = [str(root / "main.py"), *sys.argv[2:]]
     sys.path.insert(0, str(root))
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

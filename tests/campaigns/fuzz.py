@@ -24,7 +24,6 @@ import tempfile
 import tracemalloc
 import unittest.mock
 import zipfile
-from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from lockstep.numeric.arrays import Rows
 from tests.conftest import idx_files
 from tests.verifier.trace_samples import about, arrays
 
-from . import CampaignError, Options
+from . import CampaignError
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
 _CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG")
@@ -62,14 +61,13 @@ def _audit(event: str, arguments: tuple) -> None:
 sys.addaudithook(_audit)
 
 
-def _hang(*_: object) -> None:
+def _hang(*_):
     raise AssertionError(f"took more than {LIMIT_SEC} s")
 
 
-def _outcome(folder: pathlib.Path, read: Callable[[], None], *expected: type[Exception]) -> str:
+def _outcome(folder, read, *expected) -> str:
     """Reads an input, and checks that it is accepted, or refused with a clear line."""
     global _guarded
-
     signal.signal(signal.SIGALRM, _hang)
     signal.alarm(LIMIT_SEC)
     _guarded = folder.resolve()
@@ -94,10 +92,9 @@ VALUES = [
     *("", "x", "\0", "é", "\ud800", "../x", "/etc/passwd", "statistics/0/0", "F32", "O", "step"),
     *([1, "a"], {"a": None}, {"step": {"0": -1}}),
 ]
-Read = Callable[[], None]  # Reads an input that was written to a folder.
 
 
-def damaged(content: bytes, choose: random.Random) -> bytes:
+def damaged(content, choose) -> bytes:
     """Returns bytes with up to two changes, more often near the start."""
     for _ in range(choose.choice((0, 0, 1, 2))):
         at = int(choose.random() ** 3 * len(content))
@@ -109,7 +106,7 @@ def damaged(content: bytes, choose: random.Random) -> bytes:
     return content
 
 
-def damaged_json(value: object, choose: random.Random) -> bytes:
+def damaged_json(value, choose) -> bytes:
     """Returns JSON with up to two nodes replaced or removed, and then perhaps bytes changed."""
     holder = [copy.deepcopy(value)]
     for _ in range(choose.randrange(3)):
@@ -121,7 +118,7 @@ def damaged_json(value: object, choose: random.Random) -> bytes:
     return damaged(text, choose) if choose.random() < 0.5 else text
 
 
-def _nodes_in(parent) -> Iterator[tuple]:
+def _nodes_in(parent):
     """Yields each place in a structure of JSON: a list or dictionary, and an index or key."""
     for key in list(parent if isinstance(parent, dict) else range(len(parent))):
         yield parent, key
@@ -132,7 +129,7 @@ def _nodes_in(parent) -> Iterator[tuple]:
 FILES = idx_files(3, 3)
 
 
-def fuzz_idx(folder: pathlib.Path, choose: random.Random) -> Read:
+def fuzz_idx(folder, choose):
     """Files of the dataset, damaged before or after compression, or not compressed."""
     is_packed, chosen = choose.random() < 0.5, choose.choice(list(FILES))
     for name, content in FILES.items():
@@ -144,7 +141,7 @@ def fuzz_idx(folder: pathlib.Path, choose: random.Random) -> Read:
             content = damaged(content, choose)
         (folder / f"{name}{'.gz' if is_packed else ''}").write_bytes(content)
 
-    def read() -> None:
+    def read():
         right = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
         with unittest.mock.patch.dict(fashion_mnist.SHA256, right):
             dataset = fashion_mnist.load_fashion_mnist(str(folder))
@@ -153,7 +150,7 @@ def fuzz_idx(folder: pathlib.Path, choose: random.Random) -> Read:
     return read
 
 
-def fuzz_checkpoint(folder: pathlib.Path, choose: random.Random) -> Read:
+def fuzz_checkpoint(folder, choose):
     """Checkpoints that are damaged, or crafted with a valid hash."""
     from tests.training.test_checkpoint import make
 
@@ -174,7 +171,7 @@ def fuzz_checkpoint(folder: pathlib.Path, choose: random.Random) -> Read:
         content = content.replace(b"0" * 64, sha256.encode(), 1)
     path.write_bytes(content)
 
-    def read() -> None:
+    def read():
         loaded = checkpoints.find_newest_checkpoint(folder)
         assert sum(a.nbytes for a in loaded.state.values()) < len(content)
 
@@ -189,7 +186,7 @@ WORDS = [
 OTHERS = ["--", "-", "---", "--flagfile=/none", "--undefok=x", "-h", "--batch_size=7", *WORDS]
 
 
-def fuzz_flags(folder: pathlib.Path, choose: random.Random) -> Read:
+def fuzz_flags(folder, choose):
     """Random command lines."""
     words = [choose.choice([*COMMANDS, "nonsense", ""])]
     for _ in range(choose.randrange(6)):
@@ -197,7 +194,7 @@ def fuzz_flags(folder: pathlib.Path, choose: random.Random) -> Read:
         forms = f"--{name}={value}", f"--{name}", f"--no{name}", choose.choice(OTHERS)
         words.append(choose.choice(forms))
 
-    def read() -> None:
+    def read():
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
@@ -211,11 +208,11 @@ def fuzz_flags(folder: pathlib.Path, choose: random.Random) -> Read:
 CLUSTER = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
 
 
-def fuzz_tf_config(folder: pathlib.Path, choose: random.Random) -> Read:
+def fuzz_tf_config(folder, choose):
     """The variable that defines a cluster."""
     text = damaged_json(CLUSTER, choose).decode("utf-8", "replace")
 
-    def read() -> None:
+    def read():
         cluster = find_cluster({"TF_CONFIG": text})
         assert cluster.addresses[cluster.index] if text else cluster is None
 
@@ -229,7 +226,7 @@ SHAPES = (99999999999,), (False,), (0, 2**62), (1,) * 33, (-1, 0), (2**20, 2**20
 MESHES = {"dp": 2}, {"dp": 2, "tp": 1}, {"dp": 2, "tp": 4096}, {f"a{i}": 1 for i in range(70)}
 
 
-def fuzz_trace(folder: pathlib.Path, choose: random.Random) -> Read:
+def fuzz_trace(folder, choose):
     """Recordings of scripts: damaged, truncated, packed, or with members missing or huge."""
     mesh = {"mesh": choose.choice(MESHES), "data_axes": ["dp"], "ranks": [0, 1]}
     description = TRACE | mesh if choose.random() < 0.3 else TRACE
@@ -246,7 +243,7 @@ def fuzz_trace(folder: pathlib.Path, choose: random.Random) -> Read:
     # More often near the end: there is the directory of the archive.
     (folder / "two.npz").write_bytes(damaged(content.getvalue()[::-1], choose)[::-1])
 
-    def read() -> None:
+    def read():
         tracemalloc.start()
         try:
             trace = load(folder / "two.npz")
@@ -272,9 +269,9 @@ TARGETS = {  # Target → function, and its errors.
 }
 
 
-def fuzz(target: str, *, examples: int, seed: int) -> collections.Counter:
+def fuzz(target, *, examples, seed) -> collections.Counter:
     """Runs a target on some examples; returns how many were accepted and refused."""
-    outcomes: collections.Counter = collections.Counter()
+    outcomes = collections.Counter()
     function, *errors = TARGETS[target]
     for number in range(examples):
         with tempfile.TemporaryDirectory() as name:
@@ -287,7 +284,7 @@ def fuzz(target: str, *, examples: int, seed: int) -> collections.Counter:
     return outcomes
 
 
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Fuzzes each target with 500 inputs a cycle; yields what was done."""
     for cycle in range(options.cycles):
         for target in [name for name in TARGETS if options.wants(name)]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 
 from . import CampaignError, check
 
@@ -18,26 +17,25 @@ TRAIN = (
     *("--device=cpu", "--recipe=d2l", "--deterministic", "--dataset=synthetic", "--epochs=3"),
     *("--num_train_examples=500", "--global_batch_size=50", "--checkpoint_every=3"),
 )
-TIMEOUT_SEC = 300
-MARK = "LOCKSTEP_CAMPAIGN"  # Variable of all processes of a training.
 
 
 class Program:
     """A started command, with further variables of its environment; `output` has both streams."""
 
-    def __init__(
-        self, command: Sequence[str], output: pathlib.Path, environment: Mapping[str, str]
-    ):
-        self.output, self._mark = output, f"{MARK}={os.getpid()}-{time.monotonic_ns()}"
+    def __init__(self, command, output: pathlib.Path, environment):
+        self.output, self._mark = output, f"{os.getpid()}-{time.monotonic_ns()}"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TF_CPP")}
-        marked = dict([self._mark.split("=")])
+        marked = {**inherited, **environment, "LOCKSTEP_CAMPAIGN": self._mark}
         with open(output, "wb") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                env={**inherited, **environment, **marked}, start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=marked,
+                start_new_session=True,
             )  # fmt: skip
 
-    def wait(self, timeout_sec: float = TIMEOUT_SEC) -> int:
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, timeout_sec=300) -> int:
         """Returns the exit code, negative for a signal."""
         try:
             return self.process.wait(timeout_sec)
@@ -54,21 +52,17 @@ class Program:
         found = []
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if self._mark.encode() in path.read_bytes().split(b"\0"):
+                if f"LOCKSTEP_CAMPAIGN={self._mark}".encode() in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         return found
 
-    def check_no_process_is_left(self, within_sec: float = 15) -> None:
-        """Checks that all processes of the command end."""
-        end = time.monotonic() + within_sec
+    def check_no_process_is_left(self) -> None:
+        end = time.monotonic() + 15
         while left := self.processes():
-            if time.monotonic() > end:
-                self.kill_all()
-                raise CampaignError(f"processes left: {left}\n{self.text()}")
+            check(time.monotonic() < end, f"processes left: {left}\n{self.text()}")
             time.sleep(0.1)
 
     def kill_all(self) -> None:
-        """Kills the command and all that it has started."""
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

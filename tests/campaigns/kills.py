@@ -5,19 +5,20 @@ operation, a damaged checkpoint, a limit of memory. Exit code, last line, checkp
 are checked each time; a finished training has the weights of an undisturbed one.
 """
 
-import collections
 import contextlib
 import os
 import pathlib
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
 
-from . import CampaignError, Options, check, harness
+from . import CampaignError, check, harness
 from .harness import MAIN, Program, checkpoints
 
-STRATEGIES = ("single", "manual", "mirrored", "sharded", "multi_worker")
+DEVICES = {
+    "single": (), "manual": ("--num_devices=2",), "mirrored": ("--num_devices=2",),
+    "sharded": ("--num_devices=2",), "multi_worker": ("--num_workers=2",),
+}  # fmt: skip
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 STALL_SEC = 20
 WATCHED = f"--stall_timeout_sec={STALL_SEC}"
@@ -25,35 +26,31 @@ DRIVER = str(pathlib.Path(__file__).with_name("driver.py"))
 
 
 class Site:
-    """The run directories of one strategy, and its training there.
-
-    Args:
-        folder: folder for all its files.
-        strategy: name of the strategy.
-        choices: source of all random choices.
-    """
+    """The run directories of one strategy, and its training there."""
 
     def __init__(self, folder: pathlib.Path, strategy: str, choices: random.Random):
-        count = {"single": [], "multi_worker": ["--num_workers=2"]}
-        devices = count.get(strategy, ["--num_devices=2"])
-        self.words = [f"--strategy={strategy}", *devices, *harness.TRAIN]
+        self.words = [f"--strategy={strategy}", *DEVICES[strategy], *harness.TRAIN]
         self.random, self.strategy, self._folder, self.laps = choices, strategy, folder, 0
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
-        self._environment = {"TMPDIR": str(self.temporary)}
         start = time.monotonic()
         self.weights = self.finish()
         self.duration_sec, self.laps = time.monotonic() - start, 1
 
     @property
     def run_dir(self) -> pathlib.Path:
-        """The current run directory."""
         return self._folder / f"run {self.laps}"
 
-    def start(self, *words: str, prefix: Sequence[str] = MAIN) -> Program:
-        """Starts the training in the run directory."""
+    def start(self, *words: str, prefix=MAIN) -> Program:
         command = [*prefix, *self.words, f"--out={self.run_dir}", *words]
-        return Program(command, self._folder / "output.txt", self._environment)
+        return Program(command, self._folder / "output.txt", {"TMPDIR": str(self.temporary)})
+
+    def start_until_some_moment(self, *words: str) -> Program:
+        program = self.start(*words)
+        end = time.monotonic() + self.random.uniform(0, 1.1) * self.duration_sec
+        while time.monotonic() < end and program.is_running():
+            time.sleep(0.01)
+        return program
 
     def finish(self) -> str:
         """Trains undisturbed to the end; returns the hash of the weights."""
@@ -61,104 +58,91 @@ class Site:
         check(program.wait() == 0, f"{self.strategy}, undisturbed:\n{program.text()}")
         return harness.finished_weights(self.run_dir)
 
-    def wait_for_moment(self, program: Program) -> None:
-        """Waits until a random moment of the training, or its end."""
-        end = time.monotonic() + self.random.uniform(0, 1.1) * self.duration_sec
-        while time.monotonic() < end and program.process.poll() is None:
-            time.sleep(0.01)
+
+# Each disturbs a training; returns it, what was done, and the expected exit codes.
 
 
-Ended = tuple[Program, str, tuple[int, ...]]  # What was done, and the expected exit codes.
-
-
-def _send(site: Site, *numbers: signal.Signals) -> Ended:
-    program = site.start()
-    site.wait_for_moment(program)
+def _signals(site, *numbers):
+    program = site.start_until_some_moment()
     for number in numbers:
-        if program.process.poll() is None:
+        if program.is_running():
             program.process.send_signal(number)
         time.sleep(site.random.choice((0, 0.01, 0.3)) * site.random.random())
     # A signal before the command has started ends the process itself.
     expected = {0, *(SIGNALS[n] for n in numbers), *(-n for n in numbers)}
-    return program, " and ".join(n.name for n in numbers), tuple(expected)
+    return program, " and ".join(n.name for n in numbers), expected
 
 
-def _failing_disk(site: Site, actions: Sequence[str], expected: tuple[int, ...]) -> Ended:
+def _two_signals(site):
+    return _signals(site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2))
+
+
+def _failing_disk(site, actions, *expected):
     call = site.random.choice(("fsync", "replace", "unlink", "mkdir"))
     fault = f"{call}:{site.random.randint(1, 12)}:{site.random.choice(actions)}"
-    return site.start(prefix=[MAIN[0], DRIVER, fault]), fault, (0, *expected)
+    return site.start(prefix=[MAIN[0], DRIVER, fault]), fault, {0, *expected}
 
 
-def _damaged(site: Site) -> Ended:
+def _damaged(site):
     """Truncates the newest checkpoint, if there is an earlier one."""
     found, told = checkpoints(site.run_dir), "nothing to damage"
     if len(found) > 1:
         os.truncate(found[-1], found[-1].stat().st_size // 2)
         told = f"damaged {found[-1].name}"
-    return site.start(), told, (0,)
+    return site.start(), told, {0}
 
 
-def _suspended(site: Site) -> Ended:
+def _suspended(site):
     """Suspends the training, for longer than its stall time-out, too."""
-    program = site.start(WATCHED)
-    site.wait_for_moment(program)
+    program = site.start_until_some_moment(WATCHED)
     sec = site.random.choice((0.5, 2, 1.2 * STALL_SEC))
     for number in (signal.SIGSTOP, signal.SIGCONT):
-        if program.process.poll() is None:
+        if program.is_running():
             os.killpg(program.process.pid, number)
         time.sleep(sec if number == signal.SIGSTOP else 0)
-    return program, f"SIGSTOP for {sec:g} s", (0,)
+    return program, f"SIGSTOP for {sec:g} s", {0}
 
 
-def _memory_limit(site: Site) -> Ended:
+def _memory_limit(site):
     mib = site.random.randint(1500, 6000)
     prefix = ["prlimit", f"--as={mib << 20}", *MAIN]
     # Without address space, native code may also abort, use a null pointer, or exit by itself.
-    expected = (0, 6, 138, 142, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM)
+    expected = {0, 6, 138, 142, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM}
     return site.start(WATCHED, prefix=prefix), f"{mib} MiB of address space", expected
 
 
-def _killed_worker(site: Site) -> Ended:
+def _killed_worker(site):
     """Kills a process that the training has started; the starter of workers restarts them."""
-    program = site.start()
-    site.wait_for_moment(program)
+    program = site.start_until_some_moment()
     others = [pid for pid in program.processes() if pid != program.process.pid]
     if others:
         with contextlib.suppress(ProcessLookupError):
             os.kill(site.random.choice(others), signal.SIGKILL)
-    return program, f"killed one of {len(others)} processes", (0, 138)
+    return program, f"killed one of {len(others)} processes", {0, 138}
 
 
-KINDS: dict[str, Callable[[Site], Ended]] = {
-    "SIGKILL": lambda site: _send(site, signal.SIGKILL),
-    "SIGTERM": lambda site: _send(site, signal.SIGTERM),
-    "SIGINT": lambda site: _send(site, signal.SIGINT),
-    "second signal": lambda site: _send(
-        site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2)
-    ),
-    "kill at a file operation": lambda site: _failing_disk(site, ["kill"], (-9,)),
-    "disk full": lambda site: _failing_disk(site, ["ENOSPC"], (8,)),
-    "read-only": lambda site: _failing_disk(site, ["EROFS", "EIO"], (5, 8)),
-    "slow disk": lambda site: _failing_disk(site, ["slow"], ()),
-    "damaged checkpoint": _damaged,
-    "SIGSTOP": _suspended,
-    "memory limit": _memory_limit,
-    "worker killed": _killed_worker,
+KINDS = {
+    "SIGKILL": (_signals, signal.SIGKILL),
+    "SIGTERM": (_signals, signal.SIGTERM),
+    "SIGINT": (_signals, signal.SIGINT),
+    "second signal": (_two_signals,),
+    "damaged checkpoint": (_damaged,),
+    "worker killed": (_killed_worker,),
+    "kill at a file operation": (_failing_disk, ["kill"], -9),
+    "disk full": (_failing_disk, ["ENOSPC"], 8),
+    "read-only": (_failing_disk, ["EROFS", "EIO"], 5, 8),
+    "slow disk": (_failing_disk, ["slow"]),
+    "SIGSTOP": (_suspended,),
+    "memory limit": (_memory_limit,),
 }
-OF_WORKERS = (
-    "SIGKILL",
-    "SIGTERM",
-    "SIGINT",
-    "second signal",
-    "damaged checkpoint",
-    "worker killed",
-)
+OF_WORKERS = list(KINDS)[:6]
 
 
 def cycle(site: Site, kind: str) -> str:
     """Starts a training, disturbs it, and checks what it leaves; returns what was done."""
     before = checkpoints(site.run_dir)
-    program, told, expected = KINDS[kind](site)
+    disturb, *arguments = KINDS[kind]
+    program, told, expected = disturb(site, *arguments)
     try:
         code = program.wait()
         told = f"{site.strategy}: {told}, exit code {code}"
@@ -167,9 +151,8 @@ def cycle(site: Site, kind: str) -> str:
             harness.check_output(program, code)
         program.check_no_process_is_left()
         now = checkpoints(site.run_dir)
-        if kind != "damaged checkpoint":
-            is_kept = not before or (now and now[-1].name >= before[-1].name)
-            check(is_kept, f"{before[-1:]} is lost")
+        is_kept = not before or (now and now[-1].name >= before[-1].name)
+        check(is_kept or kind == "damaged checkpoint", f"{before[-1:]} is lost")
         for path in now:
             harness.check_intact(path)
         if code == 0:
@@ -185,16 +168,15 @@ def cycle(site: Site, kind: str) -> str:
     return told
 
 
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
     choices, sites = random.Random(options.seed), {}
-    strategies = [s for s in STRATEGIES if s.replace("_", " ") in options.only] or STRATEGIES
+    strategies = [s for s in DEVICES if s.replace("_", " ") in options.only] or list(DEVICES)
     kinds = [kind for kind in KINDS if kind in options.only] or list(KINDS)
     for number in range(1, options.cycles + 1):
         name = choices.choice(strategies)
         if name not in sites:
-            of_site = random.Random(f"{options.seed} {name}")
-            sites[name] = Site(folder / name, name, of_site)
+            sites[name] = Site(folder / name, name, random.Random(f"{options.seed} {name}"))
         allowed = [kind for kind in kinds if kind in OF_WORKERS or name != "multi_worker"]
         told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
         counts["cycles"] += 1
@@ -202,4 +184,3 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
         yield f"cycle {number}: {told}"
     for name, site in sites.items():
         check(site.finish() == site.weights, f"{name}: other weights")
-        counts["finished with the weights of an undisturbed run"] += 1

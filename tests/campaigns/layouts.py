@@ -4,17 +4,14 @@ Each program of `cases/programs` that has layouts runs in each layout and dtype,
 as there are cycles. Fails if one is not clean.
 """
 
-import collections
 import itertools
-import pathlib
-from collections.abc import Iterator
 
 from cases.heads import FOLDER
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 from lockstep.engine.verdict import CLEAN
 
-from . import Options, check
+from . import check
 from .recording import changed, record, shown, torch_server
 
 NUM_STEPS = 3
@@ -35,7 +32,7 @@ LAYOUTS = (  # Program, number of processes, constants of the program.
 )
 
 
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Records and compares all layouts in float32 and bfloat16; yields what is found of each."""
     first = options.seed % 10**6
     with torch_server() as server:
@@ -49,14 +46,13 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
             for seed in range(first, first + options.cycles):
                 source = changed(FOLDER / "programs" / f"{program}.py", **constants, SEED=seed)
                 one = folder / f"{program}: {told_of}" / f"one{seed}.npz"
-                two = folder / name / f"two{seed}.npz"
                 if not one.exists():
                     record(server, source, one, steps=NUM_STEPS)
+                two = folder / name / f"two{seed}.npz"
                 record(server, source, two, steps=NUM_STEPS, processes=processes, replay=one)
-                for verdict in compare_traces([load(one), load(two)], {}).values():
-                    if verdict.status != CLEAN:
-                        told.append(f"    seed {seed}: {shown(verdict)}")
-                        counts["findings"] += 1
+                (verdict,) = compare_traces([load(one), load(two)], {}).values()
+                told += [f"    seed {seed}: {shown(verdict)}"] * (verdict.status != CLEAN)
                 counts["comparisons"] += 1
+            counts["findings"] += len(told) - 1
             yield "\n".join(told)
     check(not counts["findings"], "a right program has a finding")

@@ -9,7 +9,6 @@ if fewer than 95 % are detected. Imports nothing of the program.
 """
 
 import ast
-import collections
 import contextlib
 import fnmatch
 import itertools
@@ -25,7 +24,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from . import Options, check
+from . import check
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIST = pathlib.Path(__file__).with_name("mutations.toml")
@@ -143,7 +142,7 @@ def copy_with(folder: pathlib.Path, *mutations: Mutation) -> pathlib.Path:
 
 
 def _run_tests(copy: pathlib.Path, *arguments: str) -> list[str]:
-    """Runs tests in a copy; returns those that failed. A run without an end counts as one."""
+    """Returns the tests that fail in a copy. A run without an end counts as one."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-rfE", "-x"]
     process = subprocess.Popen(
         [*command, f"--deselect={OF_THE_LIST}", *arguments],
@@ -163,7 +162,7 @@ def _run_tests(copy: pathlib.Path, *arguments: str) -> list[str]:
     return failed
 
 
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Tries the bugs; yields what each one changes, and the test that notices it."""
     first = tomllib.loads(LIST.read_text("utf-8"))["first"]
     mutations = drawn(options.cycles, options.seed) if options.cycles else listed()

@@ -4,30 +4,27 @@ A pair is a model, an optimizer and a dtype, `lenet/adam/float32`. As nothing is
 them, whatever is found as a fault is a false alarm.
 """
 
-import collections
 import gc
-import pathlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import lockstep
-from lockstep.engine.verdict import FAULT, Verdict
+from lockstep.engine.verdict import FAULT
 from lockstep.record_keras import record
+from tests.small_models import mirrored
 
-from . import Options, check
+from . import check
 
 layers, optimizers = keras.layers, keras.optimizers
 NUM_REPLICAS, NUM_STEPS, GLOBAL_BATCH_SIZE = 3, 5, 15
 NUM_CLASSES, NUM_TOKENS, LENGTH = 5, 20, 7
 
 
-def lenet() -> keras.Model:
-    """Returns LeNet for images of shape (28, 28, 1)."""
+def lenet():
     return keras.Sequential([
         keras.Input((28, 28, 1)),
         layers.Conv2D(6, 5, padding="same", activation="sigmoid"), layers.AveragePooling2D(2),
@@ -37,8 +34,7 @@ def lenet() -> keras.Model:
     ])  # fmt: skip
 
 
-def resnet() -> keras.Model:
-    """Returns a network of one residual block with BatchNorm."""
+def resnet():
     images = keras.Input((28, 28, 1))
     x = layers.Conv2D(8, 3, strides=2, padding="same")(images)
     x = layers.MaxPooling2D(2)(layers.ReLU()(layers.BatchNormalization()(x)))
@@ -48,16 +44,14 @@ def resnet() -> keras.Model:
     return keras.Model(images, layers.Dense(NUM_CLASSES)(pooled))
 
 
-def lstm() -> keras.Model:
-    """Returns an LSTM over sequences of tokens."""
+def lstm():
     return keras.Sequential([
         keras.Input((LENGTH,), dtype="int32"), layers.Embedding(NUM_TOKENS, 8), layers.LSTM(6),
         layers.Dense(NUM_CLASSES),
     ])  # fmt: skip
 
 
-def attention() -> keras.Model:
-    """Returns self-attention over sequences of tokens, where a token of 0 is masked."""
+def attention():
     tokens = keras.Input((LENGTH,), dtype="int32")
     embedded = layers.Embedding(NUM_TOKENS, 8, mask_zero=True)(tokens)
     mixed = layers.MultiHeadAttention(2, 4)(embedded, embedded)
@@ -66,7 +60,7 @@ def attention() -> keras.Model:
 
 
 MODELS = {function.__name__: function for function in (lenet, resnet, lstm, attention)}
-OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+OPTIMIZERS = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "adam": lambda: optimizers.Adam(0.01),
     "adamw": lambda: optimizers.AdamW(0.01),
@@ -85,7 +79,7 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 PAIRS = [f"{m}/{o}/{d}" for d in ("float32", "mixed_bfloat16") for m in MODELS for o in OPTIMIZERS]
 
 
-def data(model: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def data(model, seed):
     """Returns images or tokens, and a class for each of them."""
     generator = np.random.default_rng(seed)
     num = NUM_STEPS * GLOBAL_BATCH_SIZE
@@ -97,40 +91,8 @@ def data(model: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(np.arange(LENGTH) < lengths[:, np.newaxis], tokens, 0), classes
 
 
-def create_cpus(number: int) -> None:
-    """Splits the CPU into logical devices, and leaves out warnings of traced functions."""
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * number
-    )
-    tf.get_logger().setLevel("ERROR")
-    warnings.filterwarnings("ignore", category=UserWarning, module="keras")
-
-
-def mirrored(num_replicas: int) -> tf.distribute.Strategy:
-    """Returns a strategy on logical CPU devices."""
-    strategy = tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(num_replicas)],
-        # Collectives keep the group of devices of the first strategy of a process.
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
-    assert strategy.num_replicas_in_sync == num_replicas
-    return strategy
-
-
-def compare_fits(
-    build: Callable[[], keras.Model],
-    data: tf.data.Dataset,
-    strategy: tf.distribute.Strategy,
-    seed: int = 1,
-) -> Verdict:
-    """Trains on one device and under a strategy; returns the verdict on the second recording.
-
-    Args:
-        build: builds and compiles the model.
-        data: the batches.
-        strategy: the strategy.
-        seed: seed of the initial weights.
-    """
+def compare_fits(build, data, strategy, seed=1):
+    """Trains on one device and under a strategy; returns the verdict on the second recording."""
     num_steps = sum(1 for _ in data)
     with tempfile.TemporaryDirectory() as folder:
         one, two = (f"{folder}/{name}.npz" for name in ("one", "two"))
@@ -146,11 +108,11 @@ def compare_fits(
         return lockstep.compare(one, two)
 
 
-def search(pair: str, seed: int) -> tuple[str, str]:
+def search(pair, seed):
     """Trains a pair and compares it; returns the status, and the verdict if it is not right."""
     model, optimizer, dtype = pair.split("/")
 
-    def build() -> keras.Model:
+    def build():
         built = MODELS[model]()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         built.compile(optimizer=OPTIMIZERS[optimizer](), loss=loss)
@@ -168,9 +130,14 @@ def search(pair: str, seed: int) -> tuple[str, str]:
         gc.collect()
 
 
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Searches the pairs with a word of `only` in their names; yields a line for each."""
-    create_cpus(NUM_REPLICAS)
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * NUM_REPLICAS,
+    )
+    tf.get_logger().setLevel("ERROR")  # Of warnings of traced functions.
+    warnings.filterwarnings("ignore", category=UserWarning, module="keras")
     for pair in [name for name in PAIRS if options.wants(name)]:
         try:
             status, found = search(pair, options.seed)

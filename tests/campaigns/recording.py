@@ -2,14 +2,10 @@
 
 import contextlib
 import json
-import pathlib
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from cases.runner import PRELOADED, RETRIED, Server, python_of
 from lockstep.answer.text import line_of, sentence_of
-from lockstep.engine.verdict import Verdict
 
 from . import check
 
@@ -18,7 +14,7 @@ TIMEOUT_SEC = 240
 
 
 @contextlib.contextmanager
-def torch_server() -> Iterator[Server]:
+def torch_server():
     """Yields a server that runs programs of PyTorch, and ends it."""
     server = Server(python_of("torch"), PRELOADED["torch"])
     try:
@@ -27,17 +23,8 @@ def torch_server() -> Iterator[Server]:
         server.end()
 
 
-def changed(path: pathlib.Path, *changes: tuple[str, str], **constants: Any) -> str:
-    """Returns the text of a program with changes.
-
-    Args:
-        path: the program.
-        *changes: pairs of a text that occurs once, and the text that replaces it.
-        **constants: values of variables of the program, which are set before it starts.
-
-    Raises:
-        CampaignError: a text that is to be replaced does not occur exactly once.
-    """
+def changed(path, *changes, **constants) -> str:
+    """Returns the text of a program with texts that occur once replaced, and variables set."""
     lines = [f"{name} = {value!r}" for name, value in constants.items()]
     text = path.read_text("utf-8")
     for old, new in (*changes, (BEGIN, "\n".join([*lines, "", BEGIN]))):
@@ -46,23 +33,11 @@ def changed(path: pathlib.Path, *changes: tuple[str, str], **constants: Any) -> 
     return text
 
 
-def record(
-    server: Server, source: str, path: pathlib.Path, *, steps: int, processes: int = 0,
-    replay: pathlib.Path | None = None, permute: int | None = None,
-) -> None:  # fmt: skip
-    """Runs a program that records itself; it and what it prints are beside the recording.
+def record(server, source, path, *, steps, processes=0, replay=None, permute=None):
+    """Runs a program that records itself, in one process or as ranks; returns the recording.
 
-    Args:
-        server: runs the program; a second time after an abort in native code.
-        source: text of the program.
-        path: the recording.
-        steps: number of first steps to record.
-        processes: number of ranks; 0 for one process without the variables of a launcher.
-        replay: recording of the training whose states are loaded before each step.
-        permute: seed of another order of the examples.
-
-    Raises:
-        CampaignError: the program failed.
+    The program and what it prints are beside the recording. It is run a second time after an abort
+    in native code.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     program, log = path.with_suffix(".py"), path.with_suffix(".log")
@@ -80,10 +55,10 @@ def record(
         if code not in RETRIED:
             break
         print(f"{path.name}: {RETRIED[code]}, and is run again", file=sys.stderr)
-    printed = log.read_text("utf-8", "replace")
-    check(code == 0, f"{path}: exit code {code}\n{printed[-1500:]}")
+    check(code == 0, f"{path}: exit code {code}\n{log.read_text('utf-8', 'replace')[-1500:]}")
+    return path
 
 
-def shown(verdict: Verdict) -> str:
+def shown(verdict) -> str:
     """Returns a verdict in a line."""
     return line_of(verdict) if verdict.place else sentence_of(verdict)

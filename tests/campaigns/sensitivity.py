@@ -7,23 +7,17 @@ and with autocast to bfloat16, with and without the permuted recording. Fails if
 a fault has a finding, or if a fault of 1e-2 is not found in float32.
 """
 
-import collections
 import itertools
-import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from cases.heads import FOLDER
-from cases.runner import Server
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
-from lockstep.data.trace import Trace
 from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.numeric.arrays import dense, norm
 
-from . import Options, check
+from . import check
 from .recording import changed, record, shown, torch_server
 
 PROGRAM, NUM_STEPS = FOLDER / "programs" / "torch_ddp.py", 4
@@ -63,20 +57,18 @@ _HOOKS = """        weights = dict(self.network.named_parameters())
 _RATE = 'lr=0.1 * (1 + SIZE * (FAULT == "learning rate"))'
 
 
-def source_of(**constants: Any) -> str:
+def source_of(**constants) -> str:
     """Returns the program with a fault."""
     usual = {"FAULT": "", "SIZE": 0.0, "BFLOAT16": False, "NAME": "", "ELEMENTS": ()}
     changes = (_FORWARD, _WITH_FAULT), (_MODEL, _HOOKS + _MODEL), ("lr=0.1", _RATE)
     return changed(PROGRAM, *changes, **(usual | constants))
 
 
-def constants_of(fault: str, one: Trace) -> dict[str, Any]:
+def constants_of(fault, one):
     """Returns which weight has the fault, and its elements with the largest gradients."""
     names = one.about.gradients
-    gradients = [
-        dict(zip(names, one.arrays(position, "raw", 0) or [], strict=True))
-        for position in range(len(one.steps))
-    ]
+    steps = [one.arrays(position, "raw", 0) for position in range(len(one.steps))]
+    gradients = [dict(zip(names, arrays, strict=True)) for arrays in steps]
     name = WEIGHT
     if fault == "gradient of the smallest norm":
         name = min(names, key=lambda key: norm(gradients[0][key]))
@@ -84,20 +76,14 @@ def constants_of(fault: str, one: Trace) -> dict[str, Any]:
     return {"FAULT": fault, "NAME": name, "ELEMENTS": elements}
 
 
-def smallest(are_found: Sequence[bool]) -> str:
+def smallest(are_found) -> str:
     """Returns the smallest of the sizes that are found together with all larger ones."""
     number = len([*itertools.takewhile(bool, are_found)])
     return f"{SIZES[number]:.0e}" if number else "none"
 
 
-def nodes_of(files: Sequence[pathlib.Path], references: Sequence[Trace]) -> list[str]:
-    """Returns for each size of a fault the node of the verdict; "" if there is no fault.
-
-    Args:
-        files: the recordings of all sizes.
-        references: the recording of one process, and of that with permuted examples, if any.
-    """
-    one, *permuted = references
+def nodes_of(files, one, *permuted):
+    """Returns for each size of a fault the node of the verdict; "" if there is no fault."""
     verdicts = []
     for file in files:
         verdicts += compare_traces([one, load(file), *permuted], {}).values()
@@ -106,46 +92,31 @@ def nodes_of(files: Sequence[pathlib.Path], references: Sequence[Trace]) -> list
     return [each.place.node if each.place and each.status == FAULT else "" for each in wrong]
 
 
-def _recorded(
-    server: Server, folder: pathlib.Path, fault: str, constants: Mapping[str, Any]
-) -> list[pathlib.Path]:
-    """Records a fault in all sizes in two processes; returns the recordings."""
-    files = [folder / f"{fault.replace(' ', '_')}{size}.npz" for size in SIZES]
-    for size, file in zip(SIZES, files, strict=True):
-        record(
-            server, source_of(SIZE=size, **constants), file, steps=NUM_STEPS, processes=2,
-            replay=folder / "one.npz",
-        )  # fmt: skip
-    return files
-
-
-def _references(server: Server, folder: pathlib.Path, *, is_short: bool) -> list[Trace]:
-    source = source_of(BFLOAT16=is_short)
-    one, permuted = folder / "one.npz", folder / "permuted.npz"
-    record(server, source, one, steps=NUM_STEPS)
-    record(server, source, permuted, steps=NUM_STEPS, replay=one, permute=1)
-    return [load(one), load(permuted)]
-
-
-def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+def run(folder, options, counts):
     """Records each fault in each dtype; yields the smallest sizes that are found, and placed."""
-    missed = list[str]()
+    missed = []
     with torch_server() as server:
         for dtype in ("float32", "bfloat16"):
-            place, is_short = folder / dtype, dtype == "bfloat16"
-            references = _references(server, place, is_short=is_short)
+            place, usual = folder / dtype, {"BFLOAT16": dtype == "bfloat16"}
+            given = {"steps": NUM_STEPS, "replay": place / "one.npz"}
+            source = source_of(**usual)
+            one = load(record(server, source, place / "one.npz", steps=NUM_STEPS))
+            permuted = load(record(server, source, place / "permuted.npz", permute=1, **given))
             for fault in [f for f in NODES if options.wants(f)]:
-                constants = {"BFLOAT16": is_short, **constants_of(fault, references[0])}
-                files = _recorded(server, place, fault, constants)
-                for number, how in ((1, "alone"), (2, "with permuted examples")):
-                    nodes = nodes_of(files, references[:number])
+                constants = usual | constants_of(fault, one)
+                files = [place / f"{fault.replace(' ', '_')}{size}.npz" for size in SIZES]
+                for size, file in zip(SIZES, files, strict=True):
+                    own = source_of(SIZE=size, **constants)
+                    record(server, own, file, processes=2, **given)
+                for how, more in (("alone", []), ("with permuted examples", [permuted])):
+                    nodes = nodes_of(files, one, *more)
                     are_placed = [node in NODES[fault] for node in nodes]
                     name = f"{fault}, {dtype}, {how}"
-                    missed += [name] if not (is_short or nodes[0]) else []
+                    missed += [name] if dtype == "float32" and not nodes[0] else []
                     counts["comparisons"] += len(nodes)
                     counts["faults found"] += sum(map(bool, nodes))
                     counts["right places"] += sum(are_placed)
-                    found, placed = smallest(list(map(bool, nodes))), smallest(are_placed)
                     told = ", ".join(dict.fromkeys(filter(None, nodes))) or "nothing"
+                    found, placed = smallest(nodes), smallest(are_placed)
                     yield f"{name}: found from {found}, at the right place from {placed} ({told})"
     check(not missed, f"not found at 1e-2: {'; '.join(missed)}")

@@ -24,30 +24,17 @@ def test_the_lists_of_bugs_fit_the_program():
         except (CampaignError, SyntaxError) as error:
             wrong.append(f"{mutation.file}: {mutation.name}: {error}")
     assert not wrong, "\n".join(wrong)
-    assert len(listed) >= 55
     assert sum(bug.file.startswith("lockstep/") for bug in drawn) == 30
 
 
 def test_a_bug_is_drawn_of_each_kind():
-    source = """
-def largest(self, items):
-    self.count += len(items)
-    self.items[0] = items
-    if self.count <= 3:
-        return None
-    items.sort()
-    return [item for item in items if item]
-"""
-    changed = {source[:a] + new + source[b:] for a, b, new in mutations.changes(source)}
-    assert changed == {
-        source.replace(old, new)
-        for old, new in [
-            ("self.count += len(items)", "pass"), ("self.items[0] = items", "pass"),
-            ("return None", "pass"), ("items.sort()", "pass"), ("[0]", "[1]"), ("3:", "4:"),
-            ("self.count <= 3", "not (self.count <= 3)"), ("<=", "<"),
-            ("if item]", "if not (item)]"),
-        ]
+    kinds = {  # Statement → what it becomes.
+        "self.count += len(items)": "pass", "self.items[0] = 1": "pass", "items.sort()": "pass",
+        "x = 3": "x = 4", "x = a <= b": "x = a < b", "assert x": "assert not (x)",
+        "x = [i for i in a if i]": "x = [i for i in a if not (i)]",
     }  # fmt: skip
+    for old, new in kinds.items():
+        assert new in {old[:a] + new + old[b:] for a, b, new in mutations.changes(old)}
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
@@ -60,8 +47,6 @@ def test_faults_of_each_size_can_be_injected():
     for fault, nodes in sensitivity.NODES.items():
         compile(sensitivity.source_of(FAULT=fault, SIZE=0.1), fault, "exec")
         assert not {*nodes} - {*NODES}
-    assert sensitivity.smallest([True, True, False, True, False]) == "1e-03"
-    assert sensitivity.smallest([False, True]) == "none"
 
 
 def test_every_optimizer_of_keras_is_tried():

@@ -59,10 +59,6 @@ class MeanOfTokens(nn.Module):
         return x.mean(1)
 
 
-def group_norm(channels):
-    return nn.GroupNorm(4, channels)
-
-
 def convolutions(norm, activation=nn.ReLU):
     def normalised(channels):
         return nn.Conv2d(channels, CHANNELS, 3, padding=1), norm(CHANNELS)
@@ -95,7 +91,7 @@ NETWORKS = {
     "MLP": (mlp, (64,)),
     "BatchNorm": (lambda: convolutions(SyncBatchNorm), (1, 12, 12)),
     "BatchNorm and SiLU": (lambda: convolutions(SyncBatchNorm, nn.SiLU), (1, 12, 12)),
-    "GroupNorm": (lambda: convolutions(group_norm), (1, 12, 12)),
+    "GroupNorm": (lambda: convolutions(lambda channels: nn.GroupNorm(4, channels)), (1, 12, 12)),
     "transformer": (transformer, (12, 8)),
 }
 

@@ -1,49 +1,104 @@
-"""Keras on one device and on two, by `lockstep run`: the examples that say what is found."""
+"""The examples for Keras, by `lockstep run`: what they say is found, and what is clean."""
 
+import gzip
 import json
+import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import ROOT, run_python
+import lockstep
+from tests.conftest import ROOT, idx_files, run_python
+from tests.verifier.recorder_scripts import interpreter, run_script
 
-PYTHON = sys.executable
-FINDINGS = {  # Function of examples/keras_findings.py → node and name of its fault.
-    "clipped": ("sum", ""),
-    "scalar": ("loss", "wrong_factor"),
-    "weighted": ("loss", "mean_of_means"),
-    "dropout": ("random", "same_random_numbers"),
-    "overflow": ("update", "not_finite"),
+THREE_WAYS = ROOT / "examples" / "keras_three_ways.py"
+ON_JAX = {
+    "KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "JAX_PLATFORMS": "cpu",
+}  # fmt: skip
+FAULTS = {  # Example, words of the reference, those of the variant → node and name of the fault.
+    ("keras_findings.py", "clipped 1", "clipped 2"): ("sum", ""),
+    ("keras_findings.py", "scalar 1", "scalar 2"): ("loss", "wrong_factor"),
+    ("keras_findings.py", "weighted 1", "weighted 2"): ("loss", "mean_of_means"),
+    ("keras_findings.py", "dropout 1", "dropout 2"): ("random", "same_random_numbers"),
+    ("keras_findings.py", "overflow 1", "overflow 2"): ("update", "not_finite"),
+    ("record_fit.py", "1 x.npz", "2 x.npz"): ("gradient", "clipped_too_early"),
+    ("record_train_step.py", "1", "2"): ("loss", "wrong_factor"),
+    ("record_train_step.py", "1 corrected", "2 corrected"): None,
+    ("record_two_inputs.py", "1", "2"): ("loss", "mean_of_means"),
+    ("record_two_inputs.py", "1 corrected", "2 corrected"): None,
 }
+# Prints the largest difference of a weight on two devices from one, or the error.
+LAYERS = """
+import keras, numpy as np
+x = np.random.default_rng(0).normal(size=(96, 8)).astype("float32")
+two = keras.distribution.DataParallel()
+def train(build, devices, *, late=False, n=96, clipnorm=None, loss="mse"):
+    keras.utils.set_random_seed(0)
+    keras.distribution.set_distribution(None if late else devices)
+    dense = keras.layers.Dense
+    parts = [keras.Input((8,)), dense(16, activation="relu"), *build(), dense(1)]
+    model = keras.Sequential(parts)
+    model.compile(keras.optimizers.SGD(0.1, clipnorm=clipnorm), loss)
+    keras.distribution.set_distribution(devices)
+    model.fit(x[:n], x[:n, :1] * 2 + 1, 32, shuffle=False, verbose=0)
+    return model.get_weights()
+def scalar(y, p):
+    return keras.ops.mean(keras.ops.square(y - p))
+layers = keras.layers
+for build, options in (
+    (lambda: [layers.BatchNormalization()], {}), (lambda: [layers.Dropout(0.5)], {}),
+    (list, {"clipnorm": 0.1}), (list, {"loss": scalar}), (list, {"late": True}), (list, {"n": 91}),
+):
+    try:
+        each = [train(build, devices, **options) for devices in (None, two)]
+        print(max(abs(a - b).max() for a, b in zip(*each)))
+    except Exception as error:
+        print(type(error).__name__)
+"""
 
 
-def fault_of(reference, variant, *options):
-    """Returns node and name of the fault of a command; None if the verdict is clean."""
-    commands = (f"{PYTHON} {ROOT}/examples/{command}" for command in (reference, variant))
-    given = [x for each in zip(("--reference", "--variant"), commands, strict=True) for x in each]
-    words = "-m", "lockstep", "run", *given, "--json", *options
-    result = run_python(*words, env={"PYTHONPATH": str(ROOT)}, timeout=600)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", FAULTS, ids=" ".join)
+def test_what_an_example_shows_is_found_at_its_place(words):
+    file, *both = words
+    python = f"{sys.executable} {ROOT}/examples/{file}"
+    reference, variant = (f"{python} {each}" for each in both)
+    options = "--reference", reference, "--variant", variant, "--json", "--steps=1"
+    result = run_python("-m", "lockstep", "run", *options, env={"PYTHONPATH": ROOT}, timeout=600)
     (training,) = json.loads(result.stdout)["trainings"].values()
     place = training["place"]
     assert (result.returncode, training["status"]) == ((9, "fault") if place else (0, "clean"))
-    return (place["node"], training["name"]) if place else None
+    assert (place and (place["node"], training["name"])) == FAULTS[words]
+
+
+def has_keras_and_jax():
+    """Returns whether the interpreter that has JAX has Keras, too."""
+    python = interpreter("jax")
+    code = "import importlib.util as u; raise SystemExit(u.find_spec('keras') is None)"
+    return bool(python) and subprocess.run([python, "-c", code]).returncode == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FINDINGS)
-def test_a_finding_about_keras_is_found_at_its_place(name):
-    file = f"keras_findings.py {name}"
-    assert fault_of(f"{file} 1", f"{file} 2", "--steps=1") == FINDINGS[name]
+def test_three_ways_are_the_training_on_one_device(tmp_path, monkeypatch):
+    for name, content in idx_files(num_train=768, num_test=1).items():
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, 1))
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    python = f"{sys.executable} {THREE_WAYS}"
+    ways = {way: f"{python} {way}" for way in ("by_hand", "mirrored")}
+    if has_keras_and_jax():
+        variables = " ".join(f"{name}={value}" for name, value in ON_JAX.items())
+        ways["data_parallel"] = f"env {variables} {interpreter('jax')} {THREE_WAYS} data_parallel"
+    lockstep.assert_same_training(f"{python} one_device", ways, steps=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "found"),
-    [
-        ("record_train_step.py", ("loss", "wrong_factor")),
-        ("record_two_inputs.py", ("loss", "mean_of_means")),
-    ],
-)
-def test_a_recorded_example_is_wrong_and_its_correction_is_clean(file, found):
-    assert fault_of(f"{file} 1", f"{file} 2") == found
-    assert fault_of(f"{file} 1 corrected", f"{file} 2 corrected") is None
+def test_data_parallel_computes_what_one_device_does_or_fails():
+    if not has_keras_and_jax():
+        pytest.skip("needs an interpreter with keras and jax: LOCKSTEP_JAX_PYTHON")
+    done = run_script("jax", "-c", LAYERS, **ON_JAX)
+    assert done.returncode == 0, done.stderr
+    *differences, late, odd = done.stdout.split()
+    assert len(differences) == 4 and all(float(number) < 1e-6 for number in differences)
+    assert (late, odd) == ("ValueError", "IndivisibleError")

@@ -27,7 +27,7 @@ def start(folder, *arguments, **environment):
 
 
 def run(folder, *arguments):
-    """Runs a training; returns its exit code, the sum of its weights, and its errors."""
+    """Returns the exit code of a training, the sum of its weights, and its errors."""
     process = start(folder, *arguments)
     printed, errors = process.communicate(timeout=300)
     return process.returncode, printed, errors
@@ -45,15 +45,15 @@ def test_terms_of_the_elements_of_a_sparse_gradient():
         values = random.normal(size=(20, *shape[1:])).astype(np.float32)
         rows = Rows(values, indices, shape[0])
         own = members_of(sample, "raw", rows, layout)
-        whole = members_of(sample, "raw", dense(rows), layout)
-        assert own.shape == whole.shape == shape and own.arrays["/elements"].dtype == np.float32
-        np.testing.assert_allclose(own.arrays["/elements"], whole.arrays["/elements"], 1e-6)
-        np.testing.assert_array_equal(own.arrays["/sums"], whole.arrays["/sums"])
         terms = Rows(own.arrays["/values"], own.arrays["/indices"], int(own.arrays["/rows"]))
-        np.testing.assert_allclose(dense(terms), whole.arrays["/elements"], 1e-6)
-        squares = dense(rows._replace(values=values**2))
-        expected = members_of(sample, "raw", squares, layout).arrays["/elements"]
-        np.testing.assert_allclose(dense(terms._replace(values=terms.values**2)), expected, 1e-6)
+        for power in (1, 2):
+            powers = dense(rows._replace(values=values**power))
+            expected = members_of(sample, "raw", powers, layout).arrays["/elements"]
+            found = dense(terms._replace(values=terms.values**power))
+            np.testing.assert_allclose(found, expected, 1e-6)
+        whole = members_of(sample, "raw", dense(rows), layout)
+        np.testing.assert_array_equal(own.arrays["/sums"], whole.arrays["/sums"])
+        assert own.shape == whole.shape == shape and own.arrays["/elements"].dtype == np.float32
     assert {*members_of(None, "raw", rows, "").arrays} == {"/values", "/indices", "/rows"}
 
 
