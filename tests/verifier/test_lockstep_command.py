@@ -21,8 +21,8 @@ from lockstep.data.file import load
 from lockstep.running import run
 from lockstep.running.launch import TrainingError, run_training
 from tests.conftest import ROOT, run_python
-from tests.verifier.trainer import Script
 from tests.verifier.test_same_training import fails, not_all_reduced, one, two
+from tests.verifier.trainer import Script
 
 
 @pytest.fixture(scope="module")

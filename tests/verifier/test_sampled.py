@@ -17,7 +17,8 @@ from lockstep.engine import verify
 from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
-from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
+from lockstep.recorders.common import Request, request_of, sample_in
+from lockstep.recording import VARIABLE
 from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import States
 from tests.verifier.recorder_scripts import needs
@@ -127,12 +128,12 @@ def test_large_models_are_sampled_unless_the_script_chooses():
         ({"sample": 16}, 1, {0}, Sample(16)),
         ({"sample": 0}, 1 << 30, {0, 1, 2}, None),
     ):
-        request = Request(**options)
+        request = Request("own.npz", **options)
         request.choose_sample(size)
         assert (request.wanted, request.sample) == (steps, sample)
     for sample in (15, -1, True, 20.0):
         with pytest.raises(ValueError, match=f"sample={sample}: must be 16 or more, or 0 for whol"):
-            Request(sample=sample)
+            Request("own.npz", sample=sample)
 
 
 def test_samples_keep_the_dtype():
@@ -233,7 +234,9 @@ def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
     path, trace = str(tmp_path / "one.npz"), sampled(Script(steps=(0, 1)).trace(), 16)
     trace_file.save(trace, path)
     assert sample_in(path) == trace.about.sample
-    assert Request(replay=path).sample == Sample(16) and Request(replay=path).wanted == {0}
+    assert Request("own.npz", replay=path).sample == Sample(16) and Request(
+        "own.npz", replay=path
+    ).wanted == {0}
     with pytest.raises(
         ValueError, match="without the whole state before step 0; record it with st"
     ):
@@ -251,8 +254,8 @@ def test_the_command_keeps_the_start_of_its_first_run_from_which_others_start(
     replay, start, monkeypatch
 ):
     monkeypatch.setenv(VARIABLE, json.dumps({"path": "two.npz", "replay": replay}))
-    given = with_command(None, start=False, replay="other.npz")
-    assert given == ("two.npz", {"start": start, "replay": replay})
+    given = request_of(None, start=False, replay="other.npz", sample=16)
+    assert (given.path, given.replay, given.keeps_start) == ("two.npz", replay, start)
 
 
 # --- Frameworks ----------------------------------------------------------------------------------
