@@ -18,9 +18,9 @@ from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
 from lockstep.recorders.common import Request, request_of, sample_in
-from lockstep.recording import VARIABLE
 from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import States
+from lockstep.recording import VARIABLE
 from tests.verifier.recorder_scripts import needs
 from tests.verifier.trainer import Script
 
