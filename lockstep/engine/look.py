@@ -268,7 +268,7 @@ class Look:
     def _is_loss(self, first: Sequence[float], forms: Sequence[float]) -> bool:
         """Returns whether a form is the loss of the reference; losses of examples may cancel."""
         of_examples = sum(
-            float(np.sum(np.abs(dense(a) * dense(g))))
+            float(np.sum(np.abs(dense(a) * dense(g)), where=np.isfinite(dense(a))))
             for kinds in zip(*map(self.pair.reference.arrays, ("y_pred", "y_grad")), strict=True)
             for a, g in zip(*kinds, strict=False) if a.shape == g.shape
         ) if self.pair.reference.has("y_pred", "y_grad") else 0.0  # fmt: skip

@@ -209,6 +209,18 @@ def with_outputs(order, **changes):
     return {"edit": add_outputs, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
 
 
+def masked(order):
+    """The same, where the model masks an output of each example, which the loss does not use."""
+    whole = with_outputs(order)
+
+    def mask(script):
+        whole["edit"](script)
+        for name in names(script, "y_pred y_grad"):
+            script.arrays[name][:, 1] = -np.inf if "y_pred" in name else 0
+
+    return {**whole, "edit": mask}
+
+
 @option
 def all_outputs(script, value):
     for position, _, rank in places(script):

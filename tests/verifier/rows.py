@@ -91,6 +91,7 @@ RIGHT = {
     "number first": (first_data(lambda array: np.array(5)), first_data(lambda array: np.array(5))),
     "text first": (first_data(as_texts), first_data(as_texts)),
     "outputs": (with_outputs(USUAL), with_outputs(USUAL)),
+    "some outputs of -inf, as of a mask": (masked(USUAL), masked(USUAL)),
     "outputs of -inf, as of a mask": (all_outputs(-np.inf), all_outputs(-np.inf)),
     "a loss of other rounding": ({}, scaled(1 + 1e-6, "loss")),
     "augmented in the same way": (augmented(0), augmented(0)),
