@@ -11,7 +11,7 @@ START = "<!-- `make docs` writes the rest, from lockstep/answer/names.py. -->\n"
 def page() -> str:
     """Returns the page: what is written by hand, then all names and where to look without one."""
     by_hand, _, _ = FILE.read_text("utf-8").partition(START)
-    lines = ["## Names", "In the order of the nodes at which they are found."]
+    lines = ["## Names", "In the order of the nodes."]
     for name, row in NAMES.items():
         also = f" It may also come from {row.also}." if row.also else ""
         lines.append(f"### {row.title[0].upper()}{row.title[1:]}")
