@@ -27,7 +27,7 @@ API = {
         "note",
     ],
     "Verify": ["compare", "assert_same_training"],
-    "Verdict": ["Verdict", "Place", "Measured"],
+    "Verdict": ["Verdict", "Place", "Measured", "TraceError"],
 }
 
 
