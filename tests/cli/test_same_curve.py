@@ -33,7 +33,7 @@ def test_the_figure_has_what_the_files_of_its_runs_say(tmp_path, monkeypatch):
     assert (tmp_path / "same_curve.png").exists()
 
 
-@pytest.mark.parametrize("text", ["is the training on one device", "first in step 1, "])
+@pytest.mark.parametrize("text", ["is the training on one device", "first in step 2, "])
 def test_the_figure_of_the_pages_is_of_this_version(text):
     """Texts are shapes in the file; each has its words as a comment."""
     assert text in (DOCS / "same_curve.svg").read_text("utf-8")
