@@ -5,7 +5,7 @@
 # make coverage        runs the tests, and says which lines of lockstep/ and strategies/ none runs
 # make package         builds the wheel and the archive of lockstep/ into dist/, and checks both
 # make lint            checks style, format, types, the layers of imports, state of modules, and words
-# make docs            writes docs/options.md from the table of options
+# make docs           writes docs/options.md and the names in docs/verdict.md from their tables
 # make site            writes the documents as a site into site/, and checks its links
 # make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
 #                      bits, network, fuzz, layouts, sensitivity, bounds; optimizers: right models
@@ -16,7 +16,7 @@
 # make mutations       inserts bugs one at a time and lists which test detects each
 # make frameworks      installs PyTorch and JAX into .venv-bench, for frameworks/ and the tests of the
 #                      recorders, which make test skips without it
-# make bench           compares speed with PyTorch, JAX and Keras, and writes docs/BENCHMARKS.md
+# make bench           compares speed with PyTorch, JAX and Keras, and writes benchmarks/RESULTS.md
 # make accuracy        trains each model in full with recipe fast, and prints the test accuracies
 # make recording       runs the commands of the README and writes docs/recording.svg
 # make lock            writes requirements.lock from requirements.txt
@@ -89,7 +89,7 @@ recordings: $(BIN)/.installed-dev .venv-bench/.installed
 	tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -C build/recorded -cJf tests/recordings.tar.xz .
 
 bench: $(BIN)/.installed .venv-bench/.installed
-	$(BIN)/python benchmarks/run.py --output=docs/BENCHMARKS.md $(ARGS)
+	$(BIN)/python benchmarks/run.py --output=benchmarks/RESULTS.md $(ARGS)
 
 accuracy: $(BIN)/.installed
 	$(BIN)/python benchmarks/accuracy.py $(ARGS)
@@ -124,6 +124,7 @@ recording: $(BIN)/.installed
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m app.options.help
+	PYTHONPATH=. $(BIN)/python docs/names.py
 
 site: $(BIN)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet

@@ -1,6 +1,6 @@
 """Compares Lockstep with its peers in one interleaved run, and writes the results.
 
-    make bench                    everything, about 40 minutes; writes docs/BENCHMARKS.md
+    make bench                    everything, about 40 minutes; writes benchmarks/RESULTS.md
     make bench ARGS=--only=lenet  one part; writes no page
     make bench ARGS=--quick       this project and PyTorch, short blocks: at most five minutes
     make bench ARGS=--isa=avx2    as on a processor with AVX2 alone

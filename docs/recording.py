@@ -87,7 +87,7 @@ def record(words: str, out: pathlib.Path) -> list[Line]:
         for part in textwrap.wrap(line, _COLUMNS, subsequent_indent="  ", drop_whitespace=False)
         or [""]
     ]
-    ending = f"# exit code {result.returncode} after {sec:.0f} s on two CPU cores"
+    ending = f"# exit code {result.returncode} after {sec:.0f} s on two shared CPU cores"
     return [*_shortened(lines, _ROWS - 3), Line(""), Line(ending, "quiet")]
 
 

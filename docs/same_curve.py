@@ -25,7 +25,8 @@ from matplotlib.figure import Figure
 _COMMON = ("--device=cpu", "--num_gpus=2", "--recipe=fast")
 _TRAIN = (*_COMMON, "--epochs=8", "--num_train_examples=20000")
 _VERIFY = ("verify", *_COMMON, "--strategies=manual", "--steps=5")
-_FAULT = "--inject=scale_gradient:factor=1.5"
+# The first step of the warm-up has a learning rate of 0: its update shows no factor.
+_FAULT = "--inject=scale_gradient:factor=1.5,step=2"
 _OTHER_SEEDS = (1, 2)
 _RIGHT, _WRONG, _QUIET = "#009E73", "#D55E00", "0.6"
 _RIGHT_TEXT, _WRONG_TEXT = "#00664B", "#A84800"  # Darker: text is thin.
@@ -104,7 +105,7 @@ def draw(
     _draw_nodes(nodes, right_verdict, wrong_verdict)
     figure.supxlabel(
         "LeNet on Fashion-MNIST, two devices."
-        f"\nThe wrong training: {wrong_verdict['formula'][0]}.",
+        f"\nThe wrong training: {[*wrong_verdict['formula'], wrong_verdict['reason']][0]}.",
         fontsize=10, color="0.25", ha="left", x=0.01, linespacing=1.3,
     )  # fmt: skip
     return figure
@@ -134,7 +135,7 @@ def _draw_nodes(axes: Axes, right: dict[str, Any], wrong: dict[str, Any]) -> Non
     """Draws each compared node of a step, right or wrong, and writes the verdicts above."""
     first = wrong["place"]
     order = [*right["nodes"]]
-    nodes = [node for node in order if right["nodes"][node] != "not compared"]
+    nodes = [node for node in order if right["nodes"][node] != "not measured"]
     nodes = sorted({*nodes, first["node"]}, key=order.index)
     is_right = ("\N{CHECK MARK}", _RIGHT)
     for row, node in enumerate(nodes):
@@ -148,10 +149,11 @@ def _draw_nodes(axes: Axes, right: dict[str, Any], wrong: dict[str, Any]) -> Non
     axes.set_xticks([0, 1], ["right", "wrong"])
     axes.set_yticks(range(len(nodes)), nodes)
     axes.tick_params(length=0)
+    place = ", ".join([first["step"], first["node"], *first["tensors"][:1]])
     lines = {
         f"\N{CHECK MARK} {right['sentence'].partition(':')[0]}": _RIGHT_TEXT,
         f"\N{BALLOT X} {wrong['sentence']}": _WRONG_TEXT,
-        f"    first in {first['step']}, {first['node']}, {first['tensors'][0]}": _WRONG_TEXT,
+        f"    first in {place}": _WRONG_TEXT,
     }
     for number, (text, colour) in enumerate(lines.items()):
         axes.annotate(

@@ -1,4 +1,4 @@
-"""What mkdocs adds to the pages of `docs/`: pages of the root, names, and files that pages name.
+"""What mkdocs adds to the pages of `docs/`: pages of the root, and files that pages name.
 
 Pages link to files of the repository, as in `../strategies/manual.py`. In the site, such a link
 leads to a page that shows the file, so that no link leaves the site unless it is a web address.
@@ -13,13 +13,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from lockstep.answer.names import CODE, FROM, NAMES, WAS
-from lockstep.engine.verdict import NODES
-
 ROOT = pathlib.Path(__file__).parents[1]
 OF_ROOT = ("BUILD.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"(\]\(|(?:href|src)=\")(?!https?:|mailto:|#|data:)([^)\"#\s]+)((?:#[^)\"\s]*)?)")
-FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras", "jax": "JAX"}
 LANGUAGES = {".py": "python", ".yml": "yaml", ".yaml": "yaml", ".json": "json", ".md": "markdown"}
 API = {
     "Record": [
@@ -31,20 +27,13 @@ API = {
         "note",
     ],
     "Verify": ["compare", "assert_same_training"],
-    "Verdict": ["Verdict", "Place", "Measured"],
+    "Verdict": ["Verdict", "Place", "Measured", "TraceError"],
 }
-ABOUT_NAMES = """
-# Names
-
-A verdict says where two trainings first part, and with which formula. A *name* is a comment on
-that: it is given where a mistake fits, and changes neither the status nor the place. Without one,
-the difference is *unexplained*.
-"""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made here."""
-    texts = {"index.md": (ROOT / "README.md").read_text("utf-8"), "names.md": page_of_names()}
+    texts = {"index.md": (ROOT / "README.md").read_text("utf-8")}
     texts |= {name: (ROOT / name).read_text("utf-8") for name in OF_ROOT}
     texts["api.md"] = "# API reference\n\n" + "\n\n".join(
         f"## {title}\n\n" + "\n\n".join(f"::: lockstep.{name}" for name in names)
@@ -106,26 +95,3 @@ def _shown(path: str) -> str:
     else:
         text, language = place.read_text("utf-8"), LANGUAGES.get(place.suffix, "")
     return f"# {path}\n\n~~~~~~~~ {language}\n{text}\n~~~~~~~~\n"
-
-
-def page_of_names() -> str:
-    """Returns the page of all names, with remedies and examples; and where to look without one."""
-    lines = [ABOUT_NAMES]
-    for name, row in NAMES.items():
-        finer = [each for each, into in WAS.items() if into == name]
-        lines.append(f"\n## {row.title[0].upper()}{row.title[1:]} {{ #{name} }}\n")
-        lines.append(row.sentence + (f" It may also come from {row.also}." if row.also else ""))
-        lines.append(f"To do: {row.remedy}.\n")
-        more = f"; finer: {', '.join(finer)}" if finer != [name] else ""
-        lines.append(f"`{name}`{more}\n")
-        lines += [example for each in finer for example in _examples_of(each)]
-    lines.append("\n## Unexplained { #unexplained }\n")
-    lines += [f"- `{node}`, {NODES[node]}: {advice}." for node, advice in FROM.items()]
-    return "\n".join(lines)
-
-
-def _examples_of(finer: str) -> Iterator[str]:
-    for framework, title in FRAMEWORKS.items():
-        both = zip("-+", CODE[framework].get(finer, ("", "")), strict=True)
-        if shown := "\n".join(f"{sign} {line}" for sign, line in both if line):
-            yield f"{title}, `{finer}`:\n\n```diff\n{shown}\n```\n"

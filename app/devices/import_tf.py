@@ -16,7 +16,7 @@ def import_tensorflow() -> Any:
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if platform.machine() == "x86_64" and "avx2" in pathlib.Path("/proc/cpuinfo").read_text():
-        # TensorFlow's default is for newer processors; it is faster here, too (docs/BENCHMARKS.md).
+        # TensorFlow's default is for newer processors; it is faster here, too (docs/speed.md).
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     saved = os.dup(2)  # Native code prints lines before it reads the log level.

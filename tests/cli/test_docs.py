@@ -344,7 +344,7 @@ def test_figures_are_of_this_version_and_of_the_command_beside_them():
     recording = (DOCS / "recording.svg").read_text(encoding="utf-8")
     assert "mirrored is the training on one device" in recording and line in recording
     figure = (DOCS / "same_curve.svg").read_text("utf-8")  # With texts as comments.
-    assert "is the training on one device" in figure and "first in step 1, " in figure
+    assert "is the training on one device" in figure and "first in step 2, " in figure
 
 
 def texts_of(notebook):

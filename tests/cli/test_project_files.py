@@ -1,5 +1,6 @@
 """The files for contributors: pinned packages, targets of make, tests, the version."""
 
+import importlib
 import re
 
 import pytest
@@ -40,3 +41,9 @@ def test_the_release_has_one_version():
     newest, date = re.search(r"^## ([\d.]+) - (\S+)$", changes, re.MULTILINE).groups()
     assert lockstep.__version__ == newest == citation["version"]
     assert str(citation["date-released"]) == date
+
+
+def test_the_page_of_verdicts_has_the_names_of_the_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    names = importlib.import_module("names")
+    assert names.FILE.read_text("utf-8") == names.page()

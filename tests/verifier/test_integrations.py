@@ -99,9 +99,8 @@ def test_integration(example, run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in PAGE])
 def test_the_lines_of_the_page_make_one_process_and_two_comparable(framework, run, tmp_path):
-    """The lines of "Make one process and N comparable", as they are written."""
-    text = (ROOT / "docs" / "verify_scripts.md").read_text(encoding="utf-8")
-    text = text.partition("## Make one process and N comparable")[2].partition("\n## ")[0]
+    """The lines of the page "Make one process and N comparable", as they are written."""
+    text = (ROOT / "docs" / "comparable.md").read_text(encoding="utf-8")
     first_word = {"torch": "torch.manual_seed", "accelerate": "set_seed"}[framework]
     (lines,) = re.findall(rf"```python\n({re.escape(first_word)}.*?)```", text, re.DOTALL)
     before, after = PAGE[framework]
