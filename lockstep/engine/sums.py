@@ -49,6 +49,7 @@ from lockstep.numeric.arrays import (
     dense,
     distance,
     norm,
+    same_bits,
     scaled_all,
     unit_of,
 )
@@ -191,6 +192,8 @@ def _not_refuted(look: Look, names: Sequence[str]) -> list[str]:
     wrong = [x for x in look.claim.changes if x.share is None] + look.claim.wrong
     differing = {name for x in wrong for name in (x.variable.weight, x.variable.first)}
     differing |= {*look.unrefuted}
+    if look.claim.holds:  # A step of the learning rate 0 shows no gradient.
+        differing |= {n for n in names if not _is_shown(pair, n)}
     agreeing, left = [n for n in names if n not in differing], [n for n in names if n in differing]
     is_inside = any(
         not copies_are_equal(pair.sums, n)
@@ -205,6 +208,12 @@ def _not_refuted(look: Look, names: Sequence[str]) -> list[str]:
         if norm(gradient) > OTHER * norm(pair.right_sum[n])
     }  # fmt: skip
     return [n for n in left if n in read] if is_inside else left
+
+
+def _is_shown(pair: Pair, name: str) -> bool:
+    """Returns whether a step changes a weight of the reference, or its state."""
+    states = [pair.state(v) for v in pair.variables if name in (v.first, v.weight)]
+    return not all(same_bits(*state) for state in states if state)
 
 
 # --- What changes by hand, and what is missing ----------------------------------------------------

@@ -268,8 +268,13 @@ class _Training:
         if not look.claim.is_known and not look.pair.starts_equally:
             return None
         if look.reported and not self.is_resumed:
-            return Finding(LOSS, seen={"unknown": True, "text": look.reported})
-        if finding := nodes.clip(look) or unused(look) or hidden_in_sum(look):
+            of_loss = Finding(LOSS, seen={"unknown": True, "text": look.reported})
+            return nodes.other_examples(look) or of_loss
+        if finding := nodes.clip(look):
+            return finding
+        if finding := unused(look):
+            return self._walk(look) or finding
+        if finding := hidden_in_sum(look):
             return finding
         if "dtype" in look.layers:
             return Finding(OUTPUTS, seen={"text": look.layers["dtype"]})

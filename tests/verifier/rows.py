@@ -26,6 +26,7 @@ SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates betw
 GROUP = in_each_step({"weights": [*WEIGHTS]})
 ROUNDED = edit(lambda a: np.nextafter(a, np.float32(9)), "before", None, 0, 2)
 BIAS_LATE = bias_times(lambda step, r: step == 3)
+STANDING = settings(learning_rate=0.0, momentum=0.0)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
 USUAL, MIXED = np.arange(12), np.random.default_rng(0).permutation(12)
 NOISE = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
@@ -219,6 +220,8 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "same shard": ({}, {"shard": lambda rows, r, count: rows[: len(rows) // count]}),
         "the whole batch on both": ({}, {"shard": whole_batch, "weighted": False}),
         "cut": ({}, {"batch": lambda step: batch_of(step)[:-2]}),
+        "same shard at the learning rate 0": (STANDING,
+            {**STANDING, "shard": lambda rows, r, count: rows[: len(rows) // count]}),
     },
     "examples: not_reshuffled": {"reshuffled": ({}, {"batch": lambda step: batch_of(step % 3)}, 3)},
     "random: other_preprocessing": {"augmented in another way": (augmented(0), augmented(1))},
@@ -330,6 +333,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "sum: wrong_factor": {
         "sum": ({}, SUMMED),
         "sum in JAX": (JAX, SUMMED),
+        "sum at the learning rate 0": (STANDING, {**STANDING, **SUMMED}),
         "a replica that has ended counts": ({"steps": (0, 1, 2)}, ends_early(0.5), 2),
         "no gradient is recorded, summed": (WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED}),
         "the loss and a gradient of a part": (differentiated(),

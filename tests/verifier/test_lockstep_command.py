@@ -263,8 +263,9 @@ def test_a_folder_is_that_of_one_run(tmp_path, capsys):
     with run._locked(tmp_path):
         done = subprocess.run([*asked, f"--keep={tmp_path}"], capture_output=True, text=True,
                               env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    assert done.returncode == 3
-    assert "is the folder of a run that has not ended; pass another one" in done.stderr
+    assert done.returncode == 2
+    text = "is the folder of a run that has not ended; pass another one"
+    assert done.stderr == f"error: {tmp_path}: {text}\n"
 
 
 def test_a_failed_training_cannot_control_the_terminal(tmp_path):
