@@ -77,6 +77,8 @@ def bound_of(reference: Trace, permuted: Trace | None, given: float | None = Non
     if given is not None:
         return Tolerance(f"{given:g}, given by --tolerance", given=given)
     unit, dtype = _unit_of(reference)
+    pairs = _permuted_pairs(reference, permuted) if permuted else []
+    spread, moved = _spread(pairs), functools.cache(functools.partial(_moved, pairs))
     has_norms = has_batch_norms(Step(reference, 0))
     if dtype == "tensorfloat32":
         text = "tensorfloat32 (float32 if NVIDIA_TF32_OVERRIDE=0 is set for both trainings)"
@@ -85,16 +87,19 @@ def bound_of(reference: Trace, permuted: Trace | None, given: float | None = Non
         text = dtype
         times = 2 * IN_16_BITS if has_norms else IN_16_BITS
         bound = Tolerance("", times, unit, of_largest=1.0 if has_norms else OF_LARGEST)
+        if far := _beyond(bound, pairs):  # Sums over examples are accumulated in 16 bits.
+            spread = {name: spread[name] for name in far}
+            bound = dataclasses.replace(bound, spread=spread, moved=moved)
     else:
-        text, pairs = "float32", _permuted_pairs(reference, permuted) if permuted else []
-        spread, moved = _spread(pairs), functools.cache(functools.partial(_moved, pairs))
-        times = WITH_SPREAD if spread else WITHOUT_SPREAD
-        bound = Tolerance("", times, unit, spread, moved=moved)
-        text += (
-            f" and {MARGIN} times the effect of permuting the examples" if spread else
-            ", by the size of the batch; record the reference with permute=1, too, to compute it"
-            " from the effect of rounding"
-        )  # fmt: skip
+        text = "float32"
+        bound = Tolerance("", WITH_SPREAD if spread else WITHOUT_SPREAD, unit, spread, moved=moved)
+        if not spread:
+            text += (
+                ", by the size of the batch; record the reference with permute=1, too, to compute"
+                " it from the effect of rounding"
+            )
+    if bound.spread:
+        text += f" and {MARGIN} times the effect of permuting the examples"
     text = f"{bound.times:.3g} units in the last place of {text}"
     least = f"a fault that changes a gradient by less than {bound.usual:.1g} may not be seen"
     return dataclasses.replace(bound, text=f"{text}: {least}")
@@ -132,6 +137,15 @@ def _moved(pairs: Sequence[Pair], name: str) -> float:
                 far = distance(own.new, first.new)
                 found = max(found, ratio(far, norm(first.change)))
     return found
+
+
+def _beyond(bound: Tolerance, pairs: Sequence[Pair]) -> set[str]:
+    """Returns the weights whose gradients permuted examples move by more than a bound."""
+    return {
+        name for pair in pairs
+        for name, share in bound.shares(pair.sums[0], [(1.0, pair.right_sum)]).items()
+        if not share <= 1
+    }  # fmt: skip
 
 
 def _spread(pairs: Sequence[Pair]) -> dict[str, float]:

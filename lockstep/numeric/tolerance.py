@@ -26,8 +26,9 @@ the 2-norm of the difference is bounded, for each tensor, by
   channels in other orders, behind a BatchNorm, which divides small numbers by small ones, and where
   no inputs are recorded.
 - In 16 bits, sums over examples are accumulated in float32, so that a permutation moves nothing; K
-  is `IN_16_BITS`, twice that behind a BatchNorm. Of the largest tensor, `OF_LARGEST` counts where
-  no BatchNorm makes gradients that are rounding alone.
+  is `IN_16_BITS`, twice that behind a BatchNorm. A gradient that a permutation moves by more, as on
+  processors that accumulate in 16 bits, has its spread. Of the largest tensor, `OF_LARGEST` counts
+  where no BatchNorm makes gradients that are rounding alone.
 - Ranks of a model round each part of an activation, and of its gradient, to 16 bits before the
   parts are added, in each layer anew: K is `IN_16_BITS`·√m on m weights, as in a random walk. How
   much a step enlarges such differences shows in its outputs: where these are more than u apart, K

@@ -4,6 +4,7 @@ A pair is a model, an optimizer and a dtype, `lenet/adam/float32`. As nothing is
 them, whatever is found as a fault is a false alarm.
 """
 
+import contextlib
 import gc
 import tempfile
 import warnings
@@ -95,17 +96,18 @@ def compare_fits(build, data, strategy, seed=1):
     """Trains on one device and under a strategy; returns the verdict on the second recording."""
     num_steps = sum(1 for _ in data)
     with tempfile.TemporaryDirectory() as folder:
-        one, two = (f"{folder}/{name}.npz" for name in ("one", "two"))
-        keras.utils.set_random_seed(seed)
-        model = build()
-        with record(one, model, steps=num_steps):
-            model.fit(data, verbose=0)
-        keras.utils.set_random_seed(seed)
-        with strategy.scope():
-            model = build()
-        with record(two, model, steps=num_steps, replay=one):
-            model.fit(data, verbose=0)
-        return lockstep.compare(one, two)
+        one, permuted, two = (f"{folder}/{name}.npz" for name in ("one", "permuted", "two"))
+        for path, scope, given in (
+            (one, contextlib.nullcontext, {}),
+            (permuted, contextlib.nullcontext, {"replay": one, "permute": 1}),
+            (two, strategy.scope, {"replay": one}),
+        ):
+            keras.utils.set_random_seed(seed)
+            with scope():
+                model = build()
+            with record(path, model, steps=num_steps, **given):
+                model.fit(data, verbose=0)
+        return lockstep.compare(one, two, permuted=permuted)
 
 
 def search(pair, seed):
