@@ -479,8 +479,12 @@ def _place_of(finding: Finding, look: Look) -> Place:
 
 
 def _formulas(finding: Finding) -> Iterator[str]:
-    """Yields a line for each formula, with the reference's beside it."""
-    for formula in finding.given:
+    """Yields a line for each formula, with the reference's beside it.
+
+    A tensor of one element determines no factor: it is left out beside others.
+    """
+    determined = [x for x in finding.given if any(x.known) or not x.known]
+    for formula in determined or finding.given:
         names = ", ".join(formula.names[:2])
         ranks = "rank" if len(formula.copies) == 1 else "ranks"
         on = f" on {ranks} {', '.join(map(str, formula.copies))}" if formula.copies else ""
