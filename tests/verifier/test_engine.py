@@ -9,8 +9,10 @@ import pytest
 from lockstep.engine import nodes
 from lockstep.engine.bounds import of_rounding
 from lockstep.engine.solve import Term, formulas, rounded, short_dtypes, solve
+from lockstep.engine.step import Step
 from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.engine.verify import verify
+from lockstep.oracles.rules import RuleOracle
 
 from . import shown
 from .changes import (
@@ -48,6 +50,23 @@ def test_a_wrong_row_has_its_place_and_name(found, name):
     verdict = verify(reference.trace(), training.trace("two.npz"))
     assert shown(verdict).removeprefix("fault: ") == found and not verdict.error
     assert not verdict.place or verdict.place.step == (step[0] if step else 0)
+
+
+@pytest.mark.parametrize("name", [
+    "1 replicas", "Adam", "AdamW", "Adam of Keras", "RMSprop", "RMSprop without momentum",
+    "RMSprop, large epsilon", "Nesterov", "plain SGD",
+])  # fmt: skip
+def test_the_rule_of_an_optimizer_computes_its_update(name):
+    trace = pair(*RIGHT[name])[0].trace()
+    for position in range(len(trace.steps)):
+        before, after = (trace.named(position, kind, 0) for kind in ("before", "after"))
+        gradients = Step(trace, position).applied(0)
+        oracle = RuleOracle(trace, position, gradients)
+        assert oracle.rules.keys() == gradients.keys()
+        found = oracle.update(before, gradients)
+        for key in {*gradients, *oracle.tracks}:
+            change = after[key] - before.get(key, 0)
+            np.testing.assert_allclose(found[key], after[key], atol=1e-4 * np.abs(change).max())
 
 
 WITHOUT_NORM = {"about": {"layers": []}}  # Behind a norm, ties of units may move gradients.
