@@ -336,7 +336,7 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0' twice"),
     "compressed": (lambda path: write_trace(path, save=np.savez_compressed),
                    "has a compressed member 'about.npy'; record it again, without"),
-    "bomb": (patched(24, 2**31), "has fewer bytes than its index says"),
+    "bomb": (patched(24, 2**20), "has fewer bytes than its index says"),
     "long": (patched(24, 141), "has a compressed member"),
     "bomb behind a method": (patched(10, 8), "has a compressed member"),
     "other name": (patched(42, 0), "differ"),

@@ -162,6 +162,7 @@ def test_a_formula_that_is_the_references_is_not_shown():
 
 def test_what_could_not_be_compared_is_told_with_how_to_compare_it():
     doubtful = but(status=NOT_COMPARED)
+    assert not doubtful.ok
     assert 'replay="two.npz", shards="each"' in facts_of(doubtful)["to compare"]
     assert "random layers to 0" in facts_of(but(doubtful, framework="jax"))["to compare"]
     assert not {"to do", "next", "+"} & {*facts_of(doubtful)}
