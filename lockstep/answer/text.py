@@ -32,7 +32,8 @@ _TERMS = {  # Pattern of a term of a formula → what it is.
     r"W\b": "W is the weight",
     r"D\d*\b": "D is the change in this step",
     r"X\b": "X is the value before the step",
-    r"loss\d": "lossN is the loss of rank N",
+    r"loss\d+(?![\d.])": "lossN is the loss of rank N",
+    r"loss\d+\.\d": "lossN.M is the loss of rank N for its micro-batch M",
     r"\w+\[t−1\]": "[t−1] is of the step before",
 }
 

@@ -116,7 +116,8 @@ def loss(look: Look) -> Finding | None:
     if not np.isfinite(means).any():
         return None
     if all(np.all(x <= limit) for *_, x in known):
-        terms = [Term(f"loss{m.shard}.{m.number}", "loss", m.shard, {}) for m, *_ in known]
+        label = "loss{0.shard}.{0.number}" if any(m.number for m, *_ in known) else "loss{0.shard}"
+        terms = [Term(label.format(m), "loss", m.shard, {}) for m, *_ in known]
         factors, is_known = np.nan_to_num(means).tolist(), np.isfinite(means).tolist()
         formula = Formula((), (*terms,), (*factors,), (*is_known,))
         ranks = tuple(sorted({term.rank for term in terms}))

@@ -485,7 +485,7 @@ def _formulas(finding: Finding) -> Iterator[str]:
     """
     determined = [x for x in finding.given if any(x.known) or not x.known]
     for formula in determined or finding.given:
-        names = ", ".join(formula.names[:2])
+        names = ", ".join(formula.names[:2]) or finding.node
         ranks = "rank" if len(formula.copies) == 1 else "ranks"
         on = f" on {ranks} {', '.join(map(str, formula.copies))}" if formula.copies else ""
         right = finding.right_of(formula)
