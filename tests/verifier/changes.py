@@ -723,6 +723,15 @@ def resumed_from(script, step):
             script.arrays[f"1/replaced/0/{name[-1]}"] = array.copy()
 
 
+@option
+def left(script, factor, replica=None):
+    """The script multiplies the kernel after the update, on all replicas or on one."""
+    for position, _, r in places(script):
+        if replica in (None, r):
+            kernel = script.arrays[f"{position}/after/{r}/0"]
+            script.arrays[f"{position}/left/{r}/0"] = np.float32(factor) * kernel
+
+
 def ends_early(factor):
     """Replica 1 has no examples in step 2; at the end it gets what the other one trained, too."""
 

@@ -80,6 +80,7 @@ RIGHT = {
     "as much decay in the loss": (settings(weight_decay=0.05), {"gradient": decayed_in_loss,
         **settings(weight_decay=0.0)}),
     "other sums, which nothing uses": ({}, flip("sums")),
+    "a weight after the update": (left(1.01), left(1.01)),
     # Clipping.
     "clipping after the sum": ({"clip": clip}, {}),
     "clipping by value": (by_value(), by_value()),
@@ -449,7 +450,10 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "an average that is updated twice": (AVERAGE, average(own=0.75**2, new=1 - 0.75**2)),
         "an average with another decay": (AVERAGE, average(own=0.5, new=0.5)),
     },
+    "between: diverged_replicas": {"a weight of one after the update": ({}, left(1.01, 1))},
     "between: changed_on_its_own": {
+        "a weight after the update": ({}, left(1.01)),
+        "a weight that is left alone": (left(1.01), {}),
         "a kept state of both": ({}, last_bits("2/0/0", "2/1/0") | REPLAYED),
         "a kept state that changes in the second": (ROUNDED,
             {**both(ROUNDED, last_bits("2/0/0", "2/1/0", times=1.01)), **REPLAYED}),
