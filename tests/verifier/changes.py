@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 
-from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, Variable
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, SEED, STATE, STATISTIC, WEIGHT, Variable
 from tests.verifier.trainer import (
     FEATURES,
     NUM_EXAMPLES,
@@ -730,6 +730,15 @@ def left(script, factor, replica=None):
         if replica in (None, r):
             kernel = script.arrays[f"{position}/after/{r}/0"]
             script.arrays[f"{position}/left/{r}/0"] = np.float32(factor) * kernel
+
+
+def silent():
+    """Replica 1 runs without a step, and replica 0 trains on the whole batch."""
+    own = without(" ".join((*OF_VARIABLES, *OF_GRADIENTS, "data", "loss", "random")), 1)
+    return {
+        **own, "shard": lambda rows, r, _: rows if r == 0 else rows[:0], "weighted": False,
+        "reduce": lambda sent: [sent[0] for _ in sent],
+    }  # fmt: skip
 
 
 def ends_early(factor):

@@ -415,6 +415,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "no update by an unknown optimizer": (UNKNOWN, {"update": no_update}),
         "a codebook that does not change": (codes(), codes(drift=-1.0)),
         "an average that stays": (AVERAGE, average(own=1, new=0)),
+        "a replica without a step": ({}, silent(), 3),
     },
     "update: overflow_not_skipped": {
         "an overflow that only the reference skips": (OVERFLOW, {"update": UPDATES["SGD"]}, 1),
