@@ -1,8 +1,8 @@
-"""Trains a small model of Keras, recorded with samples: FILE [KIND] [BUG].
+"""Trains a small model of Keras, recorded with samples: FILE [KIND] [BUG] [REPLAY].
 
 KIND: `plain` (a loop on one device), `loop` and `fit` on two, `workers` (a loop in two processes,
-this one as TF_CONFIG says); `whole`, `full` and `killed`: fit on one device, recorded whole, to its
-end, on a disk that is full, and killed in step 2.
+this one as TF_CONFIG says), `large`; `whole`, `full` and `killed`: fit on one device, recorded
+whole, to its end, on a disk that is full, and killed in step 2.
 """
 
 import os
@@ -23,38 +23,45 @@ def loss_of(labels, logits):
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
 
-def strategy_of(kind):
+def built(kind, bug):
+    """Returns a compiled model under a strategy of as many devices as the kind says."""
     if kind == "workers":
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    number = 2 if kind in ("fit", "loop") else 1
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(number)])
-
-
-def built(bug):
-    keras.utils.set_random_seed(0)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    else:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+        )
+        number = 2 if kind in ("fit", "loop") else 1
+        strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(number)])
+    keras.utils.set_random_seed(int(bug == "other_start"))
     layers = keras.layers
-    # Rows of an embedding of which each example has several, whose gradients are sparse.
-    parts = layers.Embedding(60, 8), layers.Flatten(), layers.Dense(41, "tanh"), layers.Dense(5)
-    model = keras.Sequential([keras.Input((4,)), *parts])
-    loss = (lambda y, logits: 1.01 * loss_of(y, logits)) if bug == "loss" else loss_of
-    model.compile(keras.optimizers.AdamW(1e-2), loss)
-    return model
+    with strategy.scope():
+        # Rows of an embedding of which each example has several, whose gradients are sparse.
+        table = layers.Embedding(2_200_000 if kind == "large" else 60, 8)
+        parts = [table, layers.Flatten(), layers.Dense(41, "tanh"), layers.Dense(5)]
+        model = keras.Sequential([keras.Input((4,)), *parts])
+        loss = (lambda y, logits: 1.01 * loss_of(y, logits)) if bug == "loss" else loss_of
+        model.compile(keras.optimizers.AdamW(1e-2), loss)
+    return strategy, model
+
+
+def replica_step(model, bug, x, y):
+    with tf.GradientTape() as tape:
+        factor = 1.01 if bug == "loss" else 1.0
+        loss = factor * tf.reduce_sum(loss_of(y, model(x, training=True))) / 64
+    gradients = tape.gradient(loss, model.trainable_variables)
+    if bug == "row":
+        table = tf.convert_to_tensor(gradients[0])
+        row = table[LATER : LATER + 1] * 1.01
+        gradients[0] = tf.tensor_scatter_nd_update(table, [[LATER]], row)
+    if bug == "reduce":
+        model.optimizer._all_reduce_sum_gradients = lambda pairs: pairs
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
 def run_loop(strategy, model, bug, recorder, data):
-    def replica_step(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / 64
-        gradients = tape.gradient(loss, model.trainable_variables)
-        if bug == "row":
-            table = tf.convert_to_tensor(gradients[0])
-            row = table[LATER : LATER + 1] * 1.01
-            gradients[0] = tf.tensor_scatter_nd_update(table, [[LATER]], row)
-        model.optimizer.apply(gradients, model.trainable_variables)
-
-    step = recorder.wrap(replica_step)
+    step = recorder.wrap(lambda x, y: replica_step(model, bug, x, y))
 
     @tf.function
     def train(x, y):
@@ -66,29 +73,35 @@ def run_loop(strategy, model, bug, recorder, data):
         train(x, y)
 
 
-def main(path, kind="plain", bug=""):
-    strategy = strategy_of(kind)
-    with strategy.scope():
-        model = built(bug)
-    x, y = np.random.default_rng(5).integers(0, 40, (64, 4)), np.arange(64) % 5
+def end_as(kind, number):
+    """Ends step 2 as the kind says."""
+    if kind == "killed" and number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(path, kind="plain", bug="", replay=None):
+    strategy, model = built(kind, bug)
+    random = np.random.default_rng(5)
+    x, y = random.integers(0, 40, (64, 4)), np.arange(64) % 5
     if kind == "workers":
         own = strategy.cluster_resolver.task_id
         x, y = np.split(x, 2)[own], np.split(y, 2)[own]
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat(3)
+    options = {"sample": 16, "start": bug == "start", "replay": replay}
+    if kind in ("whole", "full", "killed"):
+        options = {"steps": 3}
+    elif kind == "large":
+        options = {}
     if kind == "full":  # A write beyond this fails as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    def begin(number, logs=None):
-        if kind == "killed" and number == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    callback = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
-    options = {"steps": 3} if kind in ("whole", "full", "killed") else {"sample": 16}
+    ending = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda n, logs=None: end_as(kind, n)
+    )
     with record_keras.record(path, model, **options) as recorder:
-        if kind in ("plain", "loop", "workers"):
+        if kind in ("plain", "loop", "workers", "large"):
             run_loop(strategy, model, bug, recorder, data)
         else:
-            model.fit(data, verbose=0, callbacks=[callback])
+            model.fit(data, verbose=0, callbacks=[ending])
     print(repr(float(sum(np.sum(w.numpy(), dtype=np.float64) for w in model.weights))))
 
 
