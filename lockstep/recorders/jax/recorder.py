@@ -45,6 +45,7 @@ from lockstep.recorders.states import Own, States
 from lockstep.recording import NotRecording
 
 KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
+_LAYOUTS = {2: "IO", 4: "HWIO"}  # Number of axes of a weight → its layout.
 
 
 class Recorder:
@@ -371,5 +372,5 @@ def record(
         return NotRecording(step)
     return Recorder(
         request, step, arguments, outputs, optimizer or {}, pmap=pmap, reduction=reduction,
-        layouts=layouts or {2: "IO", 4: "HWIO"}, data_layout=data_layout,
+        layouts=_LAYOUTS if layouts is None else layouts, data_layout=data_layout,
     )  # fmt: skip
