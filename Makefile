@@ -5,7 +5,7 @@
 # make coverage        runs the tests, and says which lines of lockstep/ and strategies/ none runs
 # make package         builds the wheel and the archive of lockstep/ into dist/, and checks both
 # make lint            checks style, format, types, the layers of imports, state of modules, and words
-# make docs           writes docs/options.md and the names in docs/verdict.md from their tables
+# make docs            writes docs/options.md and the names in docs/verdict.md from their tables
 # make site            writes the documents as a site into site/, and checks its links
 # make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
 #                      bits, network, fuzz, layouts, sensitivity, bounds; optimizers: right models

@@ -268,9 +268,10 @@ class Look:
     def _is_loss(self, first: Sequence[float], forms: Sequence[float]) -> bool:
         """Returns whether a form is the loss of the reference; losses of examples may cancel."""
         of_examples = sum(
-            float(np.sum(np.abs(dense(a) * dense(g)), where=np.isfinite(dense(a))))
+            float(np.sum(x, where=np.isfinite(x)))  # A mask is -inf, with a gradient of 0.
             for kinds in zip(*map(self.pair.reference.arrays, ("y_pred", "y_grad")), strict=True)
             for a, g in zip(*kinds, strict=False) if a.shape == g.shape
+            for x in [np.abs(dense(a) * dense(g))]
         ) if self.pair.reference.has("y_pred", "y_grad") else 0.0  # fmt: skip
         right, given = np.array([sum(first), sum(first) / len(first)])[:, None], np.array(forms)
         allowed = self._limit_of_value * (np.abs(right) + of_examples) + TINY

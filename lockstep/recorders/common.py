@@ -132,7 +132,7 @@ class Request:
         sample: how large arrays are sampled; None for whole arrays.
 
     Raises:
-        ValueError: there is no such step, sample or choice.
+        ValueError: there is no such step, no such sample, or `shards` is wrong.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from .changes import (
     SUMMED,
     WITHOUT_GRADIENTS,
     all_on_second,
+    bias_times,
     layers,
     of_shards,
     option,
@@ -144,6 +145,17 @@ def test_a_state_of_few_digits_does_not_hide_a_factor_of_a_gradient():
         verdict = judged(short, {**short, "gradient": of_kernel})
         assert (verdict.status, verdict.place.tensors[0]) == (FAULT, "dense/kernel"), factor
         assert verdict.place.node in ("gradient", "sum"), str(verdict)
+
+
+@pytest.mark.parametrize("moved, status", [(1.0, FAULT), (1.1, CLEAN)])
+def test_in_16_bits_a_gradient_has_the_spread_of_permuted_examples(moved, status):
+    """As on processors that accumulate sums over examples in bfloat16."""
+    short = {"about": {"computed_in": "bfloat16"}}
+    reference, training = pair(short, {**short, **bias_times(lambda step, r: 1.07)})
+    given = {**short, **bias_times(lambda step, r: moved), "permute": 1, "replay": reference}
+    permuted = Script(**given).trace("permuted.npz")
+    verdict = verify(reference.trace(), training.trace("two.npz"), permuted)
+    assert verdict.status == status, verdict
 
 
 @pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])

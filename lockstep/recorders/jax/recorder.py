@@ -17,13 +17,7 @@ from lockstep.data.trace import (
     WEIGHT,
     Mesh,
 )
-from lockstep.recorders.common import (
-    DEFAULT_STEPS,
-    Path,
-    Request,
-    rank_path,
-    request_of,
-)
+from lockstep.recorders.common import DEFAULT_STEPS, Path, Request, rank_path, request_of
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
 from lockstep.recorders.jax.compiled import Lowered, result_of
 from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
