@@ -329,16 +329,6 @@ def test_replicas_that_part_are_not_saved(dataset, tmp_path):
     assert checkpoint_paths(tmp_path) == []
 
 
-def test_records_are_written_again_from_the_checkpoint(dataset, copy, whole):
-    history = (copy / "history.jsonl").read_text()
-    (copy / "history.jsonl").write_text(history.replace('"epoch": 2', '"epoch": 7'))
-    (copy / "summary.json").write_text("{")
-    (copy / "accuracy.png").unlink()
-    assert train(dataset, copy, learning_rate=0.05) == whole[1]  # The default, spelled out.
-    assert (copy / "history.jsonl").read_text() == history
-    assert (copy / "accuracy.png").read_text() == "of 2 epochs"
-
-
 def test_a_history_without_checkpoints_is_no_new_start(copy):
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(CheckpointError, match="a history, but no checkpoint"):
