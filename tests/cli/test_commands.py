@@ -44,8 +44,7 @@ def test_train_in_a_process_of_its_own(tmp_path):
     (tmp_path / "keras.json").write_text(json.dumps(keras_json))
     env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none", "https_proxy": ""}
     env |= {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
-    words = ["--num_train_examples=500", "--epochs=1", "--recipe=fast", f"--out={tmp_path}/run"]
-    result = assert_ok(run_main(*ON_CPUS, *SMALL[:1], *words, env=env))
+    result = assert_ok(run_main(*ON_CPUS, *SMALL, f"--out={tmp_path}/run", env=env))
     check_run(tmp_path / "run", "manual")
     assert load_summary(tmp_path / "run")["num_parameters"] == 129_068
     state = find_newest_checkpoint(tmp_path / "run").state

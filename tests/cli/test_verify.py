@@ -145,7 +145,8 @@ def test_a_training_that_diverges_on_one_device_too_is_no_mismatch(tmp_path, wor
 
 def test_a_pair_that_differs_in_an_early_step_alone_is_not_bit_identical(monkeypatch):
     def load(name):
-        about = About("lockstep", 2, steps=(0, 1), variables=(Variable("w", "weight"),))
+        variables = (Variable("w", "weight"),)
+        about = About("lockstep", 2, steps=(0, 1), variables=variables, gradients=("w",))
         trace = Trace(about, {})
         for position, loss in enumerate((len(name), 1.0)):
             trace.put(position, "after", 0, [np.ones(2, "f4")])

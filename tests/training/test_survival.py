@@ -111,7 +111,7 @@ def test_a_call_that_hangs_is_ended_by_a_second_signal_or_with_its_stacks_in_the
     with started(small_program, *words, "--stall_timeout_sec=20", slow_call=3) as process:
         assert end(process, 142).splitlines()[-1].startswith("error: no progress for 20 s")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "in step" in log and "in _train" in log
+    assert "in call" in log and "in _train" in log
 
 
 @pytest.mark.slow
