@@ -29,6 +29,7 @@ DEVICES = {
     "single": (), "manual": ("--num_devices=2",), "mirrored": ("--num_devices=2",),
     "sharded": ("--num_devices=2",), "multi_worker": ("--num_workers=2",),
 }  # fmt: skip
+END_SEC = 300
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -47,6 +48,14 @@ class Program:
 
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+    def wait(self) -> int:
+        """Returns the exit code, negative for a signal."""
+        try:
+            return self.process.wait(END_SEC)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise CampaignError(f"no end within {END_SEC} s") from None
 
     def text(self) -> str:
         """Returns the end of what was printed on both streams."""
@@ -121,7 +130,7 @@ class Site:
     def finish(self) -> str:
         """Trains undisturbed to the end; returns the hash of the weights."""
         program = self.start()
-        check(program.process.wait(300) == 0, f"{self.strategy}, undisturbed:\n{program.text()}")
+        check(program.wait() == 0, f"{self.strategy}, undisturbed:\n{program.text()}")
         return self.finished_weights()
 
     def finished_weights(self) -> str:
@@ -224,7 +233,7 @@ def cycle(site: Site, kind: str) -> str:
     disturb, *arguments = KINDS[kind]
     program, told, expected = disturb(site, *arguments)
     try:
-        code = program.process.wait(300)
+        code = program.wait()
         told = f"{site.strategy}: {told}, exit code {code}"
         check(code in expected, f"exit code {code}, not one of {expected}")
         if code >= 0 and code != 127 and "worker" not in kind:  # The other worker has a line.
@@ -239,7 +248,7 @@ def cycle(site: Site, kind: str) -> str:
             check(site.finished_weights() == site.weights, "other weights")
             site.laps += 1
             told += ", finished"
-    except (CampaignError, subprocess.TimeoutExpired) as error:
+    except CampaignError as error:
         raise CampaignError(f"{told}: {error}\n{program.text()}") from error
     finally:
         program.kill_all()
