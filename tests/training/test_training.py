@@ -305,6 +305,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_tensor(
     with pytest.raises(DivergedError, match=told):
         train(dataset, tmp_path, learning_rate=3e38)
     assert find_newest_checkpoint(tmp_path) is None and load_history(tmp_path) == []
+    options = {"inject": "scale_gradient:factor=1e6", "strategy": "manual", "checkpoint_every": 1}
+    with pytest.raises(DivergedError, match=r"^model/\S+ is not finite at step 1 "):
+        train(dataset, tmp_path, learning_rate=3e38, **options)
+    assert find_newest_checkpoint(tmp_path) is None
     monkeypatch.setattr(loops, "evaluate", lambda *arguments: StepTotals(math.inf, 7, 70))
     with pytest.raises(DivergedError, match="test loss inf, all weights are finite at step 5"):
         train(dataset, tmp_path, epochs=1)
