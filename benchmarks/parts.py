@@ -53,14 +53,10 @@ RATIOS = (
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Programs that are measured in turn.
+    """Programs that are measured in turn, with the same flags.
 
-    Attributes:
-        title: title of the table; its first words are the model.
-        flags: flags of all its programs.
-        programs: names of the programs.
-        ratios: program and base of comparisons to print, besides each peer's best.
-        num_steps: steps of a block, which is an epoch; 0 for as many as `BLOCK_SEC` says.
+    `ratios` has programs and bases to compare besides each peer's best. `num_steps` are those of a
+    block, which is an epoch; 0 for as many as `BLOCK_SEC` says.
     """
 
     title: str

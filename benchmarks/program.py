@@ -44,16 +44,10 @@ NUM_WARMUP_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The recipe "fast" of the project for LeNet, in which PyTorch trains; a test compares them.
+    """A recipe of the project for LeNet, in which PyTorch trains.
 
-    Attributes:
-        pixel_mean: subtracted from pixels of 0 to 255.
-        pixel_std: divides the pixels after the subtraction.
-        momentum: Nesterov momentum of stochastic gradient descent; 0 for none.
-        weight_decay: fraction of a weight, times the learning rate, subtracted in each step.
-        warmup: fraction of the steps in which the learning rate rises to its peak, before a cosine
-            decay to 0; None for a constant learning rate.
-        augmentation: "shift" if half of the images are shifted by a pixel; "none".
+    `warmup` is the fraction of the steps in which the learning rate rises to its peak, before a
+    cosine decay to 0; None for a constant one. "shift" shifts half of the images by a pixel.
     """
 
     pixel_mean: float = 0.0

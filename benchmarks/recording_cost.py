@@ -1,10 +1,10 @@
-"""Measures the cost of recording a PyTorch training: times kinds of steps in turn.
+"""Measures the cost of recording the training of a small GPT with PyTorch: times steps in turn.
 
-python benchmarks/recording_cost.py [gpt or cnn] [depth] [batch] [rounds] [pattern of modules]
+python benchmarks/recording_cost.py [depth] [batch] [rounds]
 
 The kinds: a step without a recorder; a recorded one, with what the next step does to finish it,
-without modules, with the modules of a pattern, and with all; and one that is not recorded, later in
-the `with` block. Needs an interpreter with PyTorch.
+without modules and with all; and one that is not recorded, later in the `with` block. Needs an
+interpreter with PyTorch.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ FOLDER = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "verifier" / "recorder_scripts")]
 
 from lockstep import record_torch
-from torch_modules import LanguageModel, ResNet
+from torch_modules import LanguageModel
 
 WIDTH, WORDS, LENGTH = 256, 1000, 64
 
@@ -28,16 +28,10 @@ WIDTH, WORDS, LENGTH = 256, 1000, 64
 class Training:
     """A model with one batch that it repeats."""
 
-    def __init__(self, network: str, depth: int, batch: int) -> None:
+    def __init__(self, depth: int, batch: int) -> None:
         torch.manual_seed(0)
-        if network == "gpt":
-            self.model = LanguageModel(depth, WIDTH, 8, WORDS, LENGTH)
-            self.x = torch.randint(WORDS, (batch, LENGTH))
-            self.y = torch.randint(WORDS, (batch, LENGTH))
-        else:
-            self.model = ResNet(depth, 32)
-            self.x = torch.randn(batch, 1, 28, 28)
-            self.y = torch.randint(10, (batch,))
+        self.model = LanguageModel(depth, WIDTH, 8, WORDS, LENGTH)
+        self.x, self.y = torch.randint(WORDS, (2, batch, LENGTH))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def step(self) -> float:
@@ -49,7 +43,7 @@ class Training:
         self.optimizer.step()
         return time.monotonic() - start
 
-    def steps_in_recorder(self, modules: bool | str) -> list[float]:
+    def steps_in_recorder(self, *, modules: bool) -> list[float]:
         """Trains three steps in a `with` block; returns their seconds, without closing the file.
 
         The first one is recorded. The second one finishes it and takes the hooks away.
@@ -63,28 +57,24 @@ class Training:
             return [self.step() for _ in range(3)]
 
 
-def main(
-    network: str = "gpt", depth: str = "4", batch: str = "16", rounds: str = "20",
-    pattern: str = "*.attention",
-) -> None:  # fmt: skip
+def main(depth: str = "4", batch: str = "16", rounds: str = "20") -> None:
     """Times all kinds of steps in turn and prints their ratios to a step without a recorder."""
-    training = Training(network, int(depth), int(batch))
-    pattern = pattern if network == "gpt" else "layers.?"
-    kinds = {"": False, f", modules={pattern!r}": pattern, ", modules=True": True}
+    training = Training(int(depth), int(batch))
     for _ in range(2):
         training.step()
     ratios: dict[str, list[float]] = {}
     steps = []
     for _ in range(int(rounds)):
-        for name, modules in kinds.items():
+        for modules in (False, True):
             steps.append(training.step())
             first, second, third = (
-                seconds / steps[-1] for seconds in training.steps_in_recorder(modules)
+                seconds / steps[-1] for seconds in training.steps_in_recorder(modules=modules)
             )
-            ratios.setdefault(f"recorded{name}", []).append(first + second - 1)
-            ratios.setdefault(f"not recorded{name}", []).append(third)
+            kind = ", modules=True" if modules else ""
+            ratios.setdefault(f"recorded{kind}", []).append(first + second - 1)
+            ratios.setdefault(f"not recorded{kind}", []).append(third)
     usual = 1000 * statistics.median(steps)
-    print(f"{network}, depth {depth}, batch {batch}: a step of {usual:.1f} ms")
+    print(f"depth {depth}, batch {batch}: a step of {usual:.1f} ms")
     for name, values in ratios.items():
         low, _, high = statistics.quantiles(values)
         print(f"  {name}: {statistics.median(values):.3f} times ({low:.3f} to {high:.3f})")

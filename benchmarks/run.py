@@ -41,28 +41,22 @@ from parts import EIGEN, ISA, ONEDNN, OWN, PARTS, PROGRAMS, QUICK, Part
 STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
 NUM_ROUNDS = 9
 BLOCK_SEC, QUICK_BLOCK_SEC = 2.0, 1.0  # Of `manual`, at least a step.
-START_SEC = 12.0  # Of a program: imports, warm-up; in part while another one starts.
 
 
 class Running:
     """A program in a process of its own; leaving the context ends it and its child processes."""
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str | pathlib.Path],
-        environment: Mapping[str, str | None] | None = None,
-    ):
+        self, name: str, command: Sequence[str | pathlib.Path],
+        environment: Mapping[str, str | None],
+    ):  # fmt: skip
         self.name, self._errors = name, tempfile.TemporaryFile()  # noqa: SIM115
-        changed = {**os.environ, **(environment or {})}
+        changed = {**os.environ, **environment}
         self._process = subprocess.Popen(
-            command,
-            env={key: value for key, value in changed.items() if value is not None},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
+            command, env={key: value for key, value in changed.items() if value is not None},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             start_new_session=True,
-        )
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -87,35 +81,25 @@ class Running:
 
 
 def start(name: str, part: Part, num_steps: int, options: argparse.Namespace) -> Running:
-    """Starts a program of a part, which warms up."""
-    command = command_of(name, part, num_steps, options)
-    return Running(name, command, parts.environment_of(name))
-
-
-def command_of(
-    name: str, part: Part, num_steps: int, options: argparse.Namespace
-) -> list[str | pathlib.Path]:
-    """Returns the command of a program, with the interpreter that has its framework."""
+    """Starts a program of a part, with the interpreter that has its framework; it warms up."""
     framework, *flags = PROGRAMS[name].removeprefix(EIGEN).removeprefix(ONEDNN).split()
     is_elsewhere = framework.startswith(("torch", "jax"))
     python = options.peers_python if is_elsewhere else sys.executable
     size = [f"--num_steps={num_steps}", f"--data_dir={options.data_dir}"]
-    return [python, FOLDER / "program.py", framework, *part.flags.split(), *flags, *size]
+    command = [python, FOLDER / "program.py", framework, *part.flags.split(), *flags, *size]
+    return Running(name, command, parts.environment_of(name))
 
 
 def choose_num_steps(part: Part, options: argparse.Namespace) -> int:
-    """Returns the steps of a block, from the time of a step; prints how long the part will take."""
+    """Returns the steps of a block, from the time of a step."""
     with start(OWN[0], part, 1, options) as probe:
         probe.ask()
         step_sec = min(probe.ask("steps")["sec"] for _ in range(3))
     block_sec = QUICK_BLOCK_SEC if options.quick else BLOCK_SEC
     num_steps = part.num_steps or max(1, math.ceil(block_sec / step_sec))
-    # The peers and Eigen take longer than `manual`: 1.5 times on average.
-    a_program_sec = START_SEC + 1.5 * options.rounds * num_steps * step_sec
-    minutes = count(math.ceil(len(part.programs) * a_program_sec / 60), "minute")
     print(
         f"{part.title}: {len(part.programs)} programs, {options.rounds} rounds of blocks of"
-        f" {count(num_steps, 'step')}; about {minutes}",
+        f" {count(num_steps, 'step')}",
         flush=True,
     )
     return num_steps

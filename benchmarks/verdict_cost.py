@@ -3,9 +3,8 @@
 python benchmarks/verdict_cost.py [largest number of weights, in millions]
 
 Trains a multilayer perceptron with PyTorch in one process and in several, records both, and times
-`lockstep.engine.verify`. The measure beside it is a process that reads every array of the
-recordings twice. Each row changes one size: weights, ranks, steps, or whole arrays for samples.
-Needs an interpreter with PyTorch.
+`lockstep.engine.verify`. Each row changes one size: weights, ranks, or steps. Needs an interpreter
+with PyTorch.
 """
 
 import math
@@ -14,55 +13,26 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 BATCH, LAYERS = 64, 4
-READS_TWICE = """
-import sys, zipfile, numpy as np
-for path in sys.argv[1:] * 2:
-    with np.load(path) as arrays:
-        for name in arrays.files:
-            arrays[name]
-"""
 VERIFIES = """
 import sys
 from lockstep.data.file import load
 from lockstep.engine import verify
 print("status:", verify(*map(load, sys.argv[1:])).status)
 """
+# Weights in millions, ranks, recorded steps.
+SIZES = (
+    *((weights, 2, 2) for weights in (1, 10, 31, 100)),
+    *((weights, 8, 2) for weights in (1, 10)),
+    *((3, ranks, 1) for ranks in (2, 4, 8)),
+    *((3, 2, steps) for steps in (1, 3, 10)),
+)
 
 
-class Size(NamedTuple):
-    """The size of a training, and of its recordings.
-
-    Attributes:
-        weights: number of weights, in millions.
-        ranks: number of processes.
-        steps: number of recorded steps.
-        sample: elements kept of each array; 0 for all.
-        wrong: whether the gradients of the last process are lost.
-    """
-
-    weights: float
-    ranks: int = 2
-    steps: int = 1
-    sample: int = 0
-    wrong: bool = False
-
-
-SIZES = [
-    *(Size(weights, steps=2) for weights in (1, 10, 31, 100)),
-    *(Size(weights, ranks=8, steps=2) for weights in (1, 10)),
-    *(Size(weights, sample=4096) for weights in (1, 10, 100)),
-    *(Size(3, ranks=ranks) for ranks in (2, 4, 8)),
-    *(Size(3, steps=steps) for steps in (1, 3, 10)),
-    *(Size(weights, wrong=True) for weights in (1, 10, 31)),
-]
-
-
-def train(rank: int, world_size: int, size: Size, folder: str) -> None:
+def train(rank: int, world_size: int, weights: float, steps: int, folder: str) -> None:
     """Trains and records; the main function of a process."""
     import torch
     import torch.distributed as dist
@@ -73,40 +43,22 @@ def train(rank: int, world_size: int, size: Size, folder: str) -> None:
     torch.manual_seed(0)
     method = f"file://{folder}/rendezvous{world_size}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size)
-    width = math.isqrt(int(size.weights * 1e6) // LAYERS)
+    width = math.isqrt(int(weights * 1e6) // LAYERS)
     layers = [
         part for _ in range(LAYERS) for part in (torch.nn.Linear(width, width), torch.nn.Tanh())
     ]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    first = f"{folder}/one.npz"
-    with record_torch.record(
-        f"{folder}/{'one' if world_size == 1 else 'two'}.npz", model, optimizer, steps=size.steps,
-        sample=size.sample, start=bool(size.sample),
-        replay=None if world_size == 1 else first,
-    ):  # fmt: skip
-        for _ in range(size.steps):
+    name, replay = ("one", None) if world_size == 1 else ("two", f"{folder}/one.npz")
+    with record_torch.record(f"{folder}/{name}.npz", model, optimizer, steps=steps, replay=replay):
+        for _ in range(steps):
             x = torch.randn(BATCH, width).chunk(world_size)[rank]
             optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            if size.wrong and rank and rank == world_size - 1:
-                for weight in model.parameters():
-                    weight.grad.zero_()
+            model(x).square().mean().backward()
             optimizer.step()
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
-
-
-def record(size: Size, folder: str) -> None:
-    """Records the training in one process, and in several."""
-    import torch.multiprocessing
-
-    for number in (1, size.ranks):
-        torch.multiprocessing.start_processes(
-            train, (number, size, folder), nprocs=number, start_method="spawn"
-        )
 
 
 def cost_of(command: list[str]) -> tuple[float, float, str]:
@@ -123,25 +75,24 @@ def cost_of(command: list[str]) -> tuple[float, float, str]:
 
 def main(largest: str = "100") -> None:
     """Prints a row for each size."""
-    header = "Weights", "Ranks", "Steps", "Elements kept", "Files", "Reading twice", "Verdict"
-    header = (*header, "Memory")
-    print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    for size in SIZES:
-        if size.weights > float(largest):
+    import torch.multiprocessing
+
+    print(f"| Weights | Ranks | Steps | Files | Verdict | Memory |\n|{' --- |' * 6}")
+    for weights, ranks, steps in SIZES:
+        if weights > float(largest):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            record(size, folder)
-            paths = sorted(map(str, pathlib.Path(folder).glob("*.npz")))
-            num_bytes = sum(os.path.getsize(path) for path in paths)
-            reading, _, _ = cost_of([sys.executable, "-c", READS_TWICE, *paths])
+            for number in (1, ranks):
+                torch.multiprocessing.start_processes(
+                    train, (number, weights, steps, folder), nprocs=number, start_method="spawn"
+                )
+            num_bytes = sum(path.stat().st_size for path in pathlib.Path(folder).glob("*.npz"))
             compared = [f"{folder}/one.npz", f"{folder}/two.npz"]
             seconds, memory, told = cost_of([sys.executable, "-c", VERIFIES, *compared])
-        if f"status: {'fault' if size.wrong else 'clean'}" not in told:
-            sys.exit(f"error: {size}: {told}")
-        kept = str(size.sample or "all") + (", a fault" if size.wrong else "")
-        sizes = f"{size.weights:g} M", size.ranks, size.steps, kept, f"{num_bytes / 1e6:,.0f} MB"
-        cost = f"{reading:.1f} s", f"{seconds:.1f} s", f"{memory:.2f} GB"
-        print(f"| {' | '.join(map(str, (*sizes, *cost)))} |", flush=True)
+        if "status: clean" not in told:
+            sys.exit(f"error: {weights} M weights, {ranks} ranks, {steps} steps: {told}")
+        size = f"| {weights} M | {ranks} | {steps} | {num_bytes / 1e6:,.0f} MB"
+        print(f"{size} | {seconds:.1f} s | {memory:.2f} GB |", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,10 @@ class Trainer:
         is_mixed = job.precision == "bfloat16"
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed)
         self.model = self.distribute(model)
-        to_tensors = lambda images, labels: (  # noqa: E731
-            torch.tensor(images).permute(0, 3, 1, 2), torch.tensor(labels)
-        )  # fmt: skip
-        self.train_data, self.test_data = (to_tensors(*each) for each in job.data)
+        self.train_data, self.test_data = (
+            (torch.tensor(images).permute(0, 3, 1, 2), torch.tensor(labels))
+            for images, labels in job.data
+        )
         self.restart()
         state = {name: value.clone() for name, value in self.model.state_dict().items()}
         for size in {where.stop - where.start for where in job.epoch_slices()}:

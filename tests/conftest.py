@@ -3,7 +3,6 @@
 The process that distributes the tests to the workers of pytest-xdist imports no TensorFlow.
 """
 
-import collections
 import gc
 import os
 import pathlib
@@ -15,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.tensorflow_graphs import number_device_groups, record_graphs, release_graphs
+from tests.tensorflow_graphs import number_device_groups, release_graphs
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell lets background jobs inherit that these are ignored.
@@ -24,11 +23,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
-MAX_GRAPHS_OF_A_TEST = 250
 # A worker gets whole files, these first, so that no long one is left for the end.
 LONGEST = [
-    "test_docs", "test_strategies", "test_verify", "test_campaigns", "test_survival",
-    "test_training", "test_commands",
+    "test_strategies", "test_verify", "test_survival", "test_commands", "test_training",
+    "test_docs",
 ]  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 
@@ -99,22 +97,6 @@ def _graph_optimizer(request):
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_off})
 
 
-@pytest.fixture(autouse=True, scope="session")
-def traced_graphs():
-    """The names of the functions traced to graphs so far, which takes most of a test's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield record_graphs(patch)
-
-
-@pytest.fixture(autouse=True)
-def _few_graphs(traced_graphs):
-    """Fails a test that traces more than a training, its evaluation and a reference need."""
-    before = len(traced_graphs)
-    yield
-    names = collections.Counter(traced_graphs[before:])
-    assert names.total() <= MAX_GRAPHS_OF_A_TEST, f"traced too often: {names.most_common(5)}"
-
-
 def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
     """Returns four files in the right format, with other content than Fashion-MNIST."""
     from app.data.fashion_mnist import SHA256, idx_bytes
@@ -136,37 +118,34 @@ def generated(num_train: int, num_test: int, seed: int = 0):
     return ImageDataset("synthetic", *arrays)
 
 
-NUM_SMALL = {"num_train": 1000, "num_test": 200}
-
-
-@pytest.fixture
-def small_data(monkeypatch):
-    """Lets `--dataset=synthetic` generate 1,000 and 200 images."""
-    make_data_small(monkeypatch)
-
-
-def make_data_small(patch: pytest.MonkeyPatch) -> None:
-    """Does what `small_data` does, for a fixture of a whole module."""
+def make_small(patch: pytest.MonkeyPatch, num_train=1000, num_test=200) -> None:
+    """Trains a dense layer in place of LeNet, on so many generated images, in this process."""
     from app.data.synthetic import generate_synthetic
+    from models import MODELS
 
-    for name, number in NUM_SMALL.items():
+    patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
+    for name, number in (("num_train", num_train), ("num_test", num_test)):
         patch.setitem(generate_synthetic.__kwdefaults__, name, number)
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Makes trainings in this process small; `small_program` does it for processes."""
+    make_small(monkeypatch)
+
+
 def copy_program(folder: pathlib.Path) -> None:
-    """Copies the program as cloned, so that it can be changed, and its runs/ are separate."""
+    """Copies the program, so that it can be changed; it generates 1,000 and 200 images."""
     shutil.copy(ROOT / "main.py", folder)
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("app", "lockstep", "models", "strategies", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-
-
-@pytest.fixture
-def small_lenet(monkeypatch):
-    """Trains a dense layer instead of LeNet in this process; LeNet takes half of the time."""
-    from models import MODELS
-
-    monkeypatch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
+    synthetic = folder / "app" / "data" / "synthetic.py"
+    text = synthetic.read_text()
+    for large, few in (("num_train: int = 60_000", 1000), ("num_test: int = 10_000", 200)):
+        assert text.count(large) == 1
+        text = text.replace(large, f"{large.partition(':')[0]}: int = {few}")
+    synthetic.write_text(text)
 
 
 @pytest.fixture
@@ -182,16 +161,10 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture(scope="session")
 def small_program(tmp_path_factory):
-    """A copy of the program that trains a dense layer instead of LeNet, on `small_data`."""
+    """A copy of the program that trains a dense layer in place of LeNet, on few images."""
     folder = tmp_path_factory.mktemp("small program")
     copy_program(folder)
     shutil.copy(ROOT / "tests" / "dense_network.py", folder / "models" / "lenet.py")
-    synthetic = folder / "app" / "data" / "synthetic.py"
-    text = synthetic.read_text()
-    for name, large in (("num_train", "60_000"), ("num_test", "10_000")):
-        assert f"{name}: int = {large}" in text
-        text = text.replace(f"{name}: int = {large}", f"{name}: int = {NUM_SMALL[name]}")
-    synthetic.write_text(text)
     return folder
 
 

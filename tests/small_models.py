@@ -17,20 +17,6 @@ def build_network(name):
     return load_model_builder(name)(image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES)
 
 
-def small_network():
-    """Builds a convolution and a dense layer, which have both kinds of gradient."""
-    return keras.Sequential(
-        [
-            keras.Input(IMAGE_SHAPE, dtype="uint8"),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Conv2D(3, 5, strides=4, activation="relu", name="conv"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(NUM_CLASSES, name="logits"),
-        ],
-        name="small",
-    )
-
-
 def deep_network():
     """Builds three layers, of which the variables have paths without a prefix."""
     images = keras.Input(IMAGE_SHAPE, dtype="uint8")
@@ -78,7 +64,7 @@ def momentum_sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
+def create(name, num_replicas, build=deep_network, optimizer_fn=None, **options):
     strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
     assert strategy.num_replicas == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))

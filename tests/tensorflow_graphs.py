@@ -22,20 +22,6 @@ def release_graphs():
         graph._py_funcs_used_in_graph = []
 
 
-def record_graphs(monkeypatch):
-    """Returns a list to which the name of each function is added that TensorFlow traces."""
-    from tensorflow.python.framework import func_graph
-
-    names, trace = [], func_graph.func_graph_from_py_func
-
-    def recorded(name, *arguments, **options):
-        names.append(name)
-        return trace(name, *arguments, **options)
-
-    monkeypatch.setattr(func_graph, "func_graph_from_py_func", recorded)
-    return names
-
-
 def number_device_groups():
     """Gives each `MirroredStrategy` other numbers for its groups of devices.
 

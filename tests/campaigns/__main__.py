@@ -24,13 +24,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Campaign → cycles by default, what one cycle is; 0: each that there is, once.
 CAMPAIGNS = {
     "kills": (100, "a training that is disturbed by a signal or a failing disk, and resumed"),
-    "bits": (1000, "a flipped bit in memory"),
-    "network": (0, "a training with one network fault; needs root"),
     "fuzz": (20, "500 damaged inputs of each kind"),
     "mutations": (0, "a bug of mutations.toml; or so many drawn at random"),
-    "layouts": (8, "a seed of small right trainings in 13 parallel layouts and two dtypes"),
     "bounds": (2, "a seed of right trainings of five networks, with batches of 16 to 2,048"),
-    "sensitivity": (0, "a fault in six sizes, in float32 and bfloat16"),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 
@@ -48,7 +44,7 @@ def main() -> int:
     cycles = CAMPAIGNS[given.campaign][0] if given.cycles is None else given.cycles
     only = [kind.replace("-", " ") for kind in given.only.split(",") if kind]
     options = Options(cycles, given.seed, only, given.all)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes files and namespaces.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes files.
     campaign = importlib.import_module(f".{given.campaign}", __package__)
     counts: collections.Counter[str] = collections.Counter()
     start, verdict = time.monotonic(), "all held"

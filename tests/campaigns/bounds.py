@@ -6,49 +6,79 @@ Of each node is listed which share of its bound a training uses. A cycle is a se
 with SGD, odd ones with AdamW. Fails if a training is not clean, or a share is more than half.
 """
 
+import contextlib
 import itertools
+import json
 import pathlib
 
+from cases.runner import PRELOADED, RETRIED, Server, python_of
+from lockstep.answer.text import sentence_of
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 from lockstep.engine.verdict import CLEAN
 
 from . import check
-from .recording import changed, record, shown, torch_server
 
-PROGRAM = pathlib.Path(__file__).with_name("torch_networks.py")
+PROGRAM = pathlib.Path(__file__).with_name("torch_networks.py").read_text("utf-8")
+BEGIN = 'if __name__ == "__main__":'
 NETWORKS = ("MLP", "BatchNorm", "BatchNorm and SiLU", "GroupNorm", "transformer")
 GLOBAL_BATCH_SIZES = (16, 128, 512, 2048)
 MOST = 0.5  # Of the bound.
 
 
-def measured(server, source, folder):
+def record(server, program, path, *, processes=0, replay=None, permute=None):
+    """Runs a program that records two steps, again after an abort in native code; loads the file.
+
+    What it prints is beside the recording.
+    """
+    log = path.with_suffix(".log")
+    asked = {"path": str(path), "steps": 2, "replay": replay, "permute": permute}
+    request = {
+        "program": str(program), "arguments": [], "folder": str(path.parent), "log": str(log),
+        "environment": {"LOCKSTEP_RECORD": json.dumps(asked)}, "processes": processes,
+        "timeout_sec": 240,
+    }  # fmt: skip
+    for _ in range(2):
+        log.write_bytes(b"")
+        code = server.run(request)
+        if code not in RETRIED:
+            break
+    check(code == 0, f"{path}: exit code {code}\n{log.read_text('utf-8', 'replace')[-1500:]}")
+    return load(path)
+
+
+def measured(server, folder, **constants):
     """Records a network; returns node → the largest share of its bound, and what is not clean."""
-    one = record(server, source, folder / "one.npz", steps=2)
-    two = record(server, source, folder / "two.npz", steps=2, processes=2, replay=one)
-    permuted = record(server, source, folder / "permuted.npz", steps=2, replay=one, permute=1)
+    folder.mkdir(parents=True)
+    program, first = folder / "program.py", str(folder / "one.npz")
+    lines = [f"{name} = {value!r}" for name, value in constants.items()]
+    program.write_text(PROGRAM.replace(BEGIN, "\n".join([*lines, "", BEGIN])), "utf-8")
+    one = record(server, program, folder / "one.npz")
+    two = record(server, program, folder / "two.npz", processes=2, replay=first)
+    permuted = record(server, program, folder / "permuted.npz", replay=first, permute=1)
     shares, found = {}, []
-    for how, paths in (("", [one, two]), (", permuted", [one, two, permuted])):
-        for verdict in compare_traces([load(path) for path in paths], {}).values():
+    for how, traces in (("", [one, two]), (", permuted", [one, two, permuted])):
+        for verdict in compare_traces(traces, {}).values():
             shares |= {f"{m.node}{how}": m.share for m in verdict.measured}
-            found += [] if verdict.status == CLEAN else [shown(verdict)]
+            found += [] if verdict.status == CLEAN else [sentence_of(verdict)]
     return shares, found
 
 
 def run(folder, options, counts):
     """Measures each network, dtype and size of a batch; yields the largest shares of each."""
     first = options.seed % 10**6
-    with torch_server() as server:
-        for network, dtype, size in itertools.product(
-            NETWORKS, ("float32", "bfloat16"), GLOBAL_BATCH_SIZES
-        ):
+    cases = itertools.product(NETWORKS, ("float32", "bfloat16"), GLOBAL_BATCH_SIZES)
+    with contextlib.ExitStack() as stack:
+        server = Server(python_of("torch"), PRELOADED["torch"])
+        stack.callback(server.end)
+        for network, dtype, size in cases:
             told = [f"{network}, {dtype}, batch of {size}"]
             if not options.wants(told[0]):
                 continue
+            constants = {"GLOBAL_BATCH_SIZE": size, "BFLOAT16": dtype != "float32"}
             for seed in range(first, first + options.cycles):
-                constants = {"GLOBAL_BATCH_SIZE": size, "BFLOAT16": dtype != "float32"}
-                source = changed(PROGRAM, NETWORK=network, SEED=seed, **constants)
-                shares, found = measured(server, source, folder / told[0] / str(seed))
+                place = folder / told[0] / str(seed)
+                shares, found = measured(server, place, NETWORK=network, SEED=seed, **constants)
                 listed = ", ".join(f"{node} {share:.2g}" for node, share in shares.items())
                 told += [f"    shares of the bounds: {listed}", *found]
                 counts["comparisons"] += 1

@@ -28,7 +28,6 @@ import zipfile
 import numpy as np
 
 from app.data import fashion_mnist
-from app.devices.cluster import find_cluster
 from app.errors import CheckpointError, ConfigError, DataError, OutputError
 from app.options import parse_command_line
 from app.options.table import COMMANDS, TABLE
@@ -41,7 +40,7 @@ from tests.verifier.trace_samples import about, arrays
 from . import CampaignError
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
-_CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG")
+_CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) ")
 _WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate")
 _NEVER = ("os.system", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "socket.connect")
 _guarded: pathlib.Path | None = None
@@ -205,20 +204,6 @@ def fuzz_flags(folder, choose):
     return read
 
 
-CLUSTER = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
-
-
-def fuzz_tf_config(folder, choose):
-    """The variable that defines a cluster."""
-    text = damaged_json(CLUSTER, choose).decode("utf-8", "replace")
-
-    def read():
-        cluster = find_cluster({"TF_CONFIG": text})
-        assert cluster.addresses[cluster.index] if text else cluster is None
-
-    return read
-
-
 TRACE = about(num_replicas=2, steps=[3], settings=about()["settings"][:1], micro_batches=[1])
 KINDS = ("data", "random", "loss", "raw", "sums", "clipped", "before", "after")
 HEADER = np.lib.format.header_data_from_array_1_0(np.zeros(1))
@@ -264,7 +249,6 @@ TARGETS = {  # Target → function, and its errors.
     "idx": (fuzz_idx, DataError),
     "checkpoint": (fuzz_checkpoint, CheckpointError, OutputError),
     "flags": (fuzz_flags, ConfigError),
-    "TF_CONFIG": (fuzz_tf_config, ConfigError),
     "trace": (fuzz_trace, TraceError),
 }
 

@@ -6,30 +6,101 @@ are checked each time; a finished training has the weights of an undisturbed one
 """
 
 import contextlib
+import hashlib
+import json
 import os
 import pathlib
 import random
 import signal
+import subprocess
+import sys
 import time
 
-from . import CampaignError, check, harness
-from .harness import MAIN, Program, checkpoints
+from . import CampaignError, check
 
+ROOT = pathlib.Path(__file__).parents[2]
+MAIN = (sys.executable, str(ROOT / "main.py"))
+FAILING = (sys.executable, str(ROOT / "tests" / "failing_program.py"), str(ROOT))
+TRAIN = (
+    *("--device=cpu", "--recipe=d2l", "--deterministic", "--dataset=synthetic", "--epochs=3"),
+    *("--num_train_examples=500", "--global_batch_size=50", "--checkpoint_every=3"),
+)
 DEVICES = {
     "single": (), "manual": ("--num_devices=2",), "mirrored": ("--num_devices=2",),
     "sharded": ("--num_devices=2",), "multi_worker": ("--num_workers=2",),
 }  # fmt: skip
+END_SEC = 300
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
-STALL_SEC = 20
-WATCHED = f"--stall_timeout_sec={STALL_SEC}"
-DRIVER = str(pathlib.Path(__file__).with_name("driver.py"))
+
+
+class Program:
+    """A started command, with a variable of its environment that marks all its processes."""
+
+    def __init__(self, command, output: pathlib.Path, environment):
+        self.output, self._mark = output, f"{os.getpid()}-{time.monotonic_ns()}"
+        marked = {**os.environ, **environment, "LOCKSTEP_CAMPAIGN": self._mark}
+        marked.pop("TF_CPP_MIN_LOG_LEVEL", None)
+        with open(output, "wb") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=marked,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self) -> int:
+        """Returns the exit code, negative for a signal."""
+        try:
+            return self.process.wait(END_SEC)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise CampaignError(f"no end within {END_SEC} s") from None
+
+    def text(self) -> str:
+        """Returns the end of what was printed on both streams."""
+        return self.output.read_text(encoding="utf-8", errors="replace")[-3000:]
+
+    def processes(self) -> list[int]:
+        """Returns the running processes of the command, itself included."""
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"LOCKSTEP_CAMPAIGN={self._mark}".encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def check_no_process_is_left(self) -> None:
+        end = time.monotonic() + 15
+        while left := self.processes():
+            check(time.monotonic() < end, f"processes left: {left}")
+            time.sleep(0.1)
+
+    def check_last_line(self, code: int) -> None:
+        """Checks that no traceback was printed, and the last line of an error or interruption."""
+        lines = self.text().strip().splitlines() or [""]
+        errors = [line for line in lines if line.startswith("error: ")]
+        check("Traceback" not in self.text(), "a traceback")
+        if 0 < code < 128 or code in (138, 142):
+            check(errors == lines[-1:] and "; " in lines[-1], "no error with what to do")
+        else:
+            check(not errors, "an error")
+        if code in (130, 143):
+            told = lines[-1].startswith(("interrupted", "terminated", "a second"))
+            check(told, "the interruption is not the last line")
+
+    def kill_all(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
 
 class Site:
     """The run directories of one strategy, and its training there."""
 
     def __init__(self, folder: pathlib.Path, strategy: str, choices: random.Random):
-        self.words = [f"--strategy={strategy}", *DEVICES[strategy], *harness.TRAIN]
+        self.words = [f"--strategy={strategy}", *DEVICES[strategy], *TRAIN]
         self.random, self.strategy, self._folder, self.laps = choices, strategy, folder, 0
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
@@ -41,12 +112,16 @@ class Site:
     def run_dir(self) -> pathlib.Path:
         return self._folder / f"run {self.laps}"
 
+    def checkpoints(self) -> list[pathlib.Path]:
+        """Returns the published checkpoints, the newest last."""
+        return sorted((self.run_dir / "checkpoints").glob("step-*.safetensors"))
+
     def start(self, *words: str, prefix=MAIN) -> Program:
         command = [*prefix, *self.words, f"--out={self.run_dir}", *words]
         return Program(command, self._folder / "output.txt", {"TMPDIR": str(self.temporary)})
 
-    def start_until_some_moment(self, *words: str) -> Program:
-        program = self.start(*words)
+    def start_until_some_moment(self) -> Program:
+        program = self.start()
         end = time.monotonic() + self.random.uniform(0, 1.1) * self.duration_sec
         while time.monotonic() < end and program.is_running():
             time.sleep(0.01)
@@ -56,7 +131,19 @@ class Site:
         """Trains undisturbed to the end; returns the hash of the weights."""
         program = self.start()
         check(program.wait() == 0, f"{self.strategy}, undisturbed:\n{program.text()}")
-        return harness.finished_weights(self.run_dir)
+        return self.finished_weights()
+
+    def finished_weights(self) -> str:
+        """Returns the hash of the weights of a finished run, after a check of its records."""
+        summary = json.loads((self.run_dir / "summary.json").read_bytes())
+        check(summary["status"] == "finished", f"status {summary['status']}")
+        lines = (self.run_dir / "history.jsonl").read_bytes().splitlines()
+        epochs = [json.loads(line)["epoch"] for line in lines]
+        check(epochs == list(range(1, summary["epochs"] + 1)), f"a torn history: {epochs}")
+        left = [path.name for path in self.run_dir.rglob(".*") if path.name != ".lock"]
+        left += [path.name for path in self.temporary.iterdir()]
+        check(not left, f"left behind: {left}")
+        return summary["weights_sha256"]
 
 
 # Each disturbs a training; returns it, what was done, and the expected exit codes.
@@ -80,27 +167,16 @@ def _two_signals(site):
 def _failing_disk(site, actions, *expected):
     call = site.random.choice(("fsync", "replace", "unlink", "mkdir"))
     fault = f"{call}:{site.random.randint(1, 12)}:{site.random.choice(actions)}"
-    return site.start(prefix=[MAIN[0], DRIVER, fault]), fault, {0, *expected}
+    return site.start(prefix=[*FAILING, fault]), fault, {0, *expected}
 
 
 def _damaged(site):
     """Truncates the newest checkpoint, if there is an earlier one."""
-    found, told = checkpoints(site.run_dir), "nothing to damage"
+    found, told = site.checkpoints(), "nothing to damage"
     if len(found) > 1:
         os.truncate(found[-1], found[-1].stat().st_size // 2)
         told = f"damaged {found[-1].name}"
     return site.start(), told, {0}
-
-
-def _suspended(site):
-    """Suspends the training, for longer than its stall time-out, too."""
-    program = site.start_until_some_moment(WATCHED)
-    sec = site.random.choice((0.5, 2, 1.2 * STALL_SEC))
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        if program.is_running():
-            os.killpg(program.process.pid, number)
-        time.sleep(sec if number == signal.SIGSTOP else 0)
-    return program, f"SIGSTOP for {sec:g} s", {0}
 
 
 def _memory_limit(site):
@@ -108,17 +184,21 @@ def _memory_limit(site):
     prefix = ["prlimit", f"--as={mib << 20}", *MAIN]
     # Without address space, native code may also abort, use a null pointer, or exit by itself.
     expected = {0, 6, 138, 142, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM}
-    return site.start(WATCHED, prefix=prefix), f"{mib} MiB of address space", expected
+    return (
+        site.start("--stall_timeout_sec=20", prefix=prefix),
+        f"{mib} MiB of address space",
+        expected,
+    )
 
 
-def _killed_worker(site):
-    """Kills a process that the training has started; the starter of workers restarts them."""
+def _worker(site, number):
+    """Kills or freezes a process that the training has started; workers are restarted."""
     program = site.start_until_some_moment()
     others = [pid for pid in program.processes() if pid != program.process.pid]
     if others:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(site.random.choice(others), signal.SIGKILL)
-    return program, f"killed one of {len(others)} processes", {0, 138}
+            os.kill(site.random.choice(others), number)
+    return program, f"{number.name} to one of {len(others)} processes", {0, 138}
 
 
 KINDS = {
@@ -127,38 +207,45 @@ KINDS = {
     "SIGINT": (_signals, signal.SIGINT),
     "second signal": (_two_signals,),
     "damaged checkpoint": (_damaged,),
-    "worker killed": (_killed_worker,),
+    "worker killed": (_worker, signal.SIGKILL),
+    "worker frozen": (_worker, signal.SIGSTOP),
     "kill at a file operation": (_failing_disk, ["kill"], -9),
     "disk full": (_failing_disk, ["ENOSPC"], 8),
     "read-only": (_failing_disk, ["EROFS", "EIO"], 5, 8),
     "slow disk": (_failing_disk, ["slow"]),
-    "SIGSTOP": (_suspended,),
     "memory limit": (_memory_limit,),
 }
-OF_WORKERS = list(KINDS)[:6]
+OF_WORKERS = list(KINDS)[:7]
+
+
+def _check_intact(checkpoint: pathlib.Path) -> None:
+    """Checks a checkpoint against the hash in its header."""
+    content = checkpoint.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    told = header["__metadata__"]["sha256"]
+    sha256 = hashlib.sha256(content.replace(told.encode(), b"0" * 64, 1)).hexdigest()
+    check(sha256 == told, f"{checkpoint} is damaged")
 
 
 def cycle(site: Site, kind: str) -> str:
     """Starts a training, disturbs it, and checks what it leaves; returns what was done."""
-    before = checkpoints(site.run_dir)
+    before = site.checkpoints()
     disturb, *arguments = KINDS[kind]
     program, told, expected = disturb(site, *arguments)
     try:
         code = program.wait()
         told = f"{site.strategy}: {told}, exit code {code}"
         check(code in expected, f"exit code {code}, not one of {expected}")
-        if code >= 0 and code != 127 and kind != "worker killed":  # The other worker has a line.
-            harness.check_output(program, code)
+        if code >= 0 and code != 127 and "worker" not in kind:  # The other worker has a line.
+            program.check_last_line(code)
         program.check_no_process_is_left()
-        now = checkpoints(site.run_dir)
+        now = site.checkpoints()
         is_kept = not before or (now and now[-1].name >= before[-1].name)
         check(is_kept or kind == "damaged checkpoint", f"{before[-1:]} is lost")
         for path in now:
-            harness.check_intact(path)
+            _check_intact(path)
         if code == 0:
-            check(harness.finished_weights(site.run_dir) == site.weights, "other weights")
-            left = [path.name for path in site.temporary.iterdir()]
-            check(not left, f"left in TMPDIR: {left}")
+            check(site.finished_weights() == site.weights, "other weights")
             site.laps += 1
             told += ", finished"
     except CampaignError as error:

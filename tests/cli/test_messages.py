@@ -9,7 +9,6 @@ line. A new command line is added there as `$ ARGUMENTS`; this command writes th
 The commands run in this process, in a folder with the files that `_write_files` writes.
 """
 
-import functools
 import gzip
 import json
 import os
@@ -20,11 +19,10 @@ import shutil
 
 import pytest
 
-from app.data import fashion_mnist, synthetic
+from app.data import fashion_mnist
 from app.data.fashion_mnist import SHA256
 from app.options.table import REMOVED
-from models import MODELS
-from tests.conftest import ROOT, idx_files
+from tests.conftest import ROOT, idx_files, make_small
 from tests.in_process import run_here, run_here_ok
 
 TABLE_FILE = ROOT / "tests" / "cli" / "messages.txt"
@@ -38,7 +36,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("messages")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        _make_small(patch)
+        make_small(patch, num_train=30, num_test=10)
         _write_files()
     return folder
 
@@ -51,16 +49,10 @@ def _machine(folder, monkeypatch, no_gpu):
         raise OSError("Network is unreachable")
 
     monkeypatch.chdir(folder)
-    _make_small(monkeypatch)
+    make_small(monkeypatch, num_train=30, num_test=10)
     monkeypatch.delenv("FASHION_MNIST_DIR", raising=False)
     monkeypatch.setenv("TFDS_DATA_DIR", "tfds")
     monkeypatch.setattr(fashion_mnist, "check_connection", refuse)
-
-
-def _make_small(patch):
-    patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
-    generate = functools.partial(synthetic.generate_synthetic, num_train=30, num_test=10)
-    patch.setattr(synthetic, "generate_synthetic", generate)
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +90,14 @@ def _names(folder):
 
 
 def _write_files():
-    theirs = pathlib.Path("theirs")
-    theirs.mkdir()
-    (theirs / "file").write_text("of another program")
+    """Writes images that are not Fashion-MNIST, a run, and damaged copies of both."""
+    pathlib.Path("theirs").mkdir()
+    pathlib.Path("theirs", "file").write_text("of another program")
     _write_data()
     _write_runs(pathlib.Path("runs"))
 
 
 def _write_data():
-    """Writes images in the right format, which are not Fashion-MNIST, and damaged copies."""
     train_images, _, _, test_labels = SHA256
     packed = {
         name: gzip.compress(content, 0, mtime=0) for name, content in idx_files(30, 10).items()
@@ -129,7 +120,6 @@ def _write_data():
 
 
 def _write_runs(path):
-    """Trains one run; writes damaged and unfinished copies of it."""
     words = ("--dataset=synthetic", "--epochs=1", "--device=cpu", f"--out={path}/finished")
     run_here_ok("train", *words)
     config = json.loads((path / "finished" / "config.json").read_text())

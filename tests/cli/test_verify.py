@@ -11,7 +11,7 @@ from app.verification import verify
 from lockstep.data.trace import About, Trace, Variable
 from lockstep.engine.verdict import CLEAN, Verdict
 from models import MODELS
-from tests.conftest import ROOT, make_data_small, run_main
+from tests.conftest import ROOT, make_small, run_main
 from tests.in_process import run_here, run_here_ok
 
 SMALL = [
@@ -20,7 +20,7 @@ SMALL = [
 ]  # fmt: skip
 STRATEGIES = ("single", "manual", "mirrored", "sharded")
 
-pytestmark = pytest.mark.usefixtures("small_data", "small_lenet")
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def load(out):
@@ -33,7 +33,7 @@ def clean(tmp_path_factory):
     out = tmp_path_factory.mktemp("verify") / "run"
     words = [*SMALL, f"--strategies={','.join(STRATEGIES)}", "--steps=4", f"--out={out}"]
     with pytest.MonkeyPatch.context() as patch:
-        make_data_small(patch)
+        make_small(patch)
         patch.setitem(MODELS, "lenet", "tests.dense_network:build_conv_norm_network")
         return out, run_here_ok("verify", *words)
 
@@ -59,21 +59,17 @@ def test_what_a_verification_leaves(clean):
     assert {path.name for path in out.iterdir()} == {
         ".lock", "config.json", "log.txt", "verify.json", "report.html",
     }  # fmt: skip
-    told = result.stderr.splitlines()
-    assert told == [line for line in told if line.startswith("WARNING: ")]
-    assert len(set(told)) == len(told)  # Not once for each child.
+    told = result.stderr.splitlines()  # Not once for each child.
+    assert all(line.startswith("WARNING: ") for line in told) and len({*told}) == len(told)
     manual = load(out)["trainings"]["manual"]
     assert manual["steps"] == [f"step {number}" for number in range(1, 5)]
     compared = {node for node, each in manual["nodes"].items() if each != "not measured"}
     assert {"examples", "outputs", "sum", "update"} <= compared
     schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text(encoding="utf-8"))
-    own = {"devices", "simulated_devices", "diverged_step"}
-    trainings = {
-        name: {key: value for key, value in each.items() if key not in own}
-        for name, each in load(out)["trainings"].items()
-    }
-    for each in trainings.values():
-        jsonschema.validate(each, {**schema["$defs"]["training"], "$defs": schema["$defs"]})
+    of_training = {**schema["$defs"]["training"], "$defs": schema["$defs"]}
+    for own in ("devices", "simulated_devices", "diverged_step"):
+        manual.pop(own, None)
+    jsonschema.validate(manual, of_training)
 
 
 def test_a_refused_verify_leaves_what_is_there(clean):
@@ -110,9 +106,8 @@ def test_each_fault_is_found_at_its_place(tmp_path, name, fault):
     assert result.stderr.splitlines()[-1] == f"error: mismatch in {name}; see {out}/report.html"
     assert "WARNING: injected fault: " in result.stderr
     record = load(out)["trainings"][name]
-    place = record["place"]
     node, mistake, step = FAULTS[fault]
-    assert (place["node"], place["step"]) == (node, step)
+    assert (record["place"]["node"], record["place"]["step"]) == (node, step)
     has_no_name = fault == "perturb_weight:step=2" and name == "sharded"  # There is one copy.
     assert record["name"] == ("" if has_no_name else mistake)
     assert f"{name} is not the training on one device" in result.stdout
@@ -139,7 +134,7 @@ def test_a_fault_that_changes_too_little_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["verify", "--strategies=manual", "--steps=3"], "not finite after step"),
+        (["verify", "--strategies=manual", "--steps=3"], "not finite after step 2"),
         (["train", "--verify_every=1", "--epochs=1"], "use a smaller --learning_rate"),
     ],
 )

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import json
 import os
-import struct
 
 import numpy as np
 import pytest
@@ -122,7 +121,7 @@ def test_temporary_ones_and_others_are_not_seen(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
 
 
-# Damages: functions that change the file of a checkpoint.
+NO_HASH = b"0" * 64
 
 
 def replace_by(make):
@@ -133,20 +132,26 @@ def replace_by(make):
     return damage
 
 
-def flip(position):
-    def damage(path):
-        content = bytearray(path.read_bytes())
-        content[position(content)] ^= 4
-        path.write_bytes(content)
+def flip_last_bit(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
-    return damage
+
+def header_of(path):
+    content = path.read_bytes()
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+
+
+def sign(path, content):
+    sha256 = hashlib.sha256(content).hexdigest()
+    path.write_bytes(content.replace(NO_HASH, sha256.encode(), 1))
 
 
 def craft(**values):
     """The header says something else, and the hash is right again."""
 
     def damage(path):
-        about = json.loads(header_of(path.read_bytes())["checkpoint"]) | values
+        about = json.loads(header_of(path)["checkpoint"]) | values
         texts = {"checkpoint": json.dumps(about), "sha256": NO_HASH.decode()}
         sign(path, safetensors.numpy.save(safetensors.numpy.load_file(path), metadata=texts))
 
@@ -155,35 +160,19 @@ def craft(**values):
 
 def reshape(path):
     """Gives an array another shape than the file has room for; the hash is right again."""
-    content = path.read_bytes()
-    sha256 = header_of(content)["sha256"].encode()
-    sign(path, content.replace(sha256, NO_HASH).replace(b'"shape":[2,3]', b'"shape":[9,9]'))
+    content = path.read_bytes().replace(header_of(path)["sha256"].encode(), NO_HASH)
+    sign(path, content.replace(b'"shape":[2,3]', b'"shape":[9,9]'))
 
 
-def header_of(content):
-    (size_bytes,) = struct.unpack_from("<Q", content)
-    return json.loads(content[8 : 8 + size_bytes])["__metadata__"]
-
-
-def sign(path, content):
-    sha256 = hashlib.sha256(content).hexdigest()
-    path.write_bytes(content.replace(NO_HASH, sha256.encode(), 1))
-
-
-NO_HASH = b"0" * 64
 OTHER = dataclasses.asdict(make(7).epochs[0])
+# Functions that change the file of a checkpoint; `campaigns/fuzz.py` has more.
 DAMAGES = [
     (lambda path: os.truncate(path, path.stat().st_size // 2), ""),
-    (lambda path: path.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "fewer than its header"),
-    (flip(lambda content: content.index(b"sha256") + 20), ""),
-    (flip(lambda content: len(content) - 1), "SHA-256"),
+    (flip_last_bit, "SHA-256"),
     (replace_by(os.mkfifo), "not a regular file"),
     (replace_by(lambda path: path.symlink_to("elsewhere")), "symbolic links"),
-    (replace_by(os.mkdir), "Is a directory"),
     (craft(epochs=[OTHER]), "by its header it is step-00000007"),
-    (craft(epochs=[]), "by its header"),
     (craft(epochs=[{**OTHER, "step": "8"}]), "step is '8'"),
-    (craft(epochs=[{**OTHER, "correct": 0.5}]), "correct is"),
     (craft(per_shard_statistics=[1, 1, 1]), "statistics/2/0"),
     (reshape, ""),
 ]
@@ -203,12 +192,12 @@ def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, damag
         find_newest_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["step-00000007", "step-00000007-epoch-0001"])
-def test_a_checkpoint_of_an_earlier_version_is_refused_not_overlooked(tmp_path, name):
-    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+def test_a_checkpoint_of_an_earlier_version_is_refused_not_overlooked(tmp_path):
+    folder = tmp_path / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="written by version 2 of this program"):
         find_newest_checkpoint(tmp_path)
-    (tmp_path / "checkpoints" / name).rmdir()
+    folder.rmdir()
     craft(format_version=5)(save(tmp_path))
     with pytest.raises(CheckpointError, match="written by version 2 of this program"):
         find_newest_checkpoint(tmp_path)

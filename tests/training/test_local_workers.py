@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import types
 
 import pytest
 
@@ -81,16 +82,16 @@ def test_a_worker_that_does_not_come_is_named_and_a_port_in_use_refused(capsys, 
     assert f"waiting for worker 1 ({addresses[1]}), 0 s of 1 s" in capsys.readouterr().out
 
 
-class TwoWorkers:
-    """Workers of which the second has another seed."""
-
-    def gather(self, message):
+def test_workers_with_different_flags_are_refused():
+    def gather(message):
         return [message, message.replace(b'"--seed": 0', b'"--seed": 5')]
 
-
-def test_workers_with_different_flags_are_refused():
+    workers, devices = (
+        types.SimpleNamespace(gather=gather),
+        setup.Devices(CPUS[:1], simulated=False),
+    )
     with pytest.raises(ConfigError, match=r"--seed: worker 0 has 0, worker 1 has 5"):
-        setup._compare_settings(TwoWorkers(), Config.of(), setup.Devices(CPUS[:1], simulated=False))
+        setup._compare_settings(workers, Config.of(), devices)
 
 
 WORKER = {"worker": ["a:1", "b:2"]}

@@ -22,6 +22,7 @@ NUMBERS = signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP
 @pytest.fixture(autouse=True)
 def _restored():
     """A process runs one command; these tests are several."""
+    close_log()
     before = [(number, signal.getsignal(number)) for number in NUMBERS]
     yield
     close_log()
@@ -58,20 +59,14 @@ def test_a_deferred_signal_is_raised_when_it_is_checked():
             assert console.report_interruption(stop.value) == code
 
 
-def test_elsewhere_a_signal_is_raised_at_once():
+def test_elsewhere_a_signal_is_raised_at_once_and_ignored_ones_stay_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # As a shell starts jobs in the background.
     signals.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and signals.requested() == 0
     with pytest.raises(Terminated), signals.deferred(signals.check):
         os.kill(os.getpid(), signals.STOP_REQUEST)
         time.sleep(60)
-
-
-def test_ignored_signals_stay_ignored():
-    """As a shell starts jobs in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signals.install()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    os.kill(os.getpid(), signal.SIGINT)
-    assert signals.requested() == 0
 
 
 @contextlib.contextmanager

@@ -123,13 +123,13 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
 
 
 def test_a_verification_replaces_another_one_and_no_training(tmp_path):
-    verify, other = {"command": "verify"}, pytest.raises(OutputError, match="another run")
+    verify = {"command": "verify"}
     start(tmp_path / "one", {"command": "verify", "seed": 2})
-    start(tmp_path / "run", {"model": "lenet"})
     with open_command_directory(tmp_path / "one", verify, overwrite=False):
         pass
-    with other, open_command_directory(tmp_path / "run", verify, overwrite=False):
-        pass
+    start(tmp_path / "run", {"model": "lenet"})
+    with pytest.raises(OutputError, match="another run"):
+        open_command_directory(tmp_path / "run", verify, overwrite=False).__enter__()
 
 
 def test_a_start_removes_what_a_killed_run_left_and_overwrite_the_records_and_nothing_else(
@@ -186,7 +186,7 @@ def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
 # The figure.
 
 
-def test_the_plot_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypatch):
+def test_the_figure_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     history = make_history(3)
     plot_accuracy({"manual": (make_summary(history), history)}, tmp_path)
@@ -197,19 +197,15 @@ def test_the_plot_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypat
     assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0.05  # No empty sheet.
 
 
-def test_each_panel_has_the_accuracies_that_its_label_says():
-    history = [dataclasses.replace(record, test_accuracy=0.25) for record in make_history(2)]
-    summary = make_summary(history, dataset="fashion_mnist")
-    figure = draw_accuracy(dict.fromkeys("ab", (summary, history)))
-    title = figure.get_suptitle()
-    assert "Fashion-MNIST" in title and "GENERATED" not in title
+def test_a_panel_has_the_accuracies_that_its_label_says_and_at_least_20_points():
+    flat = [dataclasses.replace(record, test_accuracy=0.5) for record in make_history(2)]
+    summary = make_summary(flat, dataset="fashion_mnist")
+    figure = draw_accuracy(dict.fromkeys("ab", (summary, flat)))
+    assert "Fashion-MNIST" in figure.get_suptitle() and "GENERATED" not in figure.get_suptitle()
     drawn = {axes.get_ylabel(): [*axes.lines[0].get_ydata()] for axes in figure.axes}
     train = "train accuracy, mean over the epoch"
-    assert drawn == {"test accuracy": [0.25, 0.25], train: [0.1, 0.55]}
-
-
-def test_a_panel_shows_at_least_20_points():
-    flat = [dataclasses.replace(each, test_accuracy=0.5, correct=500) for each in make_history(2)]
-    (axes,) = draw_accuracy({"a": (make_summary(flat), flat)}).axes
+    assert drawn == {"test accuracy": [0.5, 0.5], train: [0.1, 0.55]}
+    flat = [dataclasses.replace(record, correct=500) for record in flat]
+    (axes,) = draw_accuracy({"a": (summary, flat)}).axes
     low, high = axes.get_ylim()
     assert 0.199 < high - low < 0.3 and low < 0.5 < high

@@ -18,13 +18,12 @@ from app.console import shown_python
 from app.records.checkpoint import checkpoint_paths
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from models import MODELS
-from tests.conftest import ROOT, make_data_small, program_environment
+from tests.conftest import ROOT, make_small, program_environment
 from tests.in_process import run_here, run_here_ok
 
 pytestmark = [
     pytest.mark.parity,  # Processes have TensorFlow's optimizer, too.
-    pytest.mark.usefixtures("small_data", "small_lenet"),  # Of the processes: `small_program`.
+    pytest.mark.usefixtures("small"),  # Of the processes: `small_program`.
 ]
 
 TRAIN = [
@@ -36,9 +35,9 @@ WORKERS = ["train", *TRAIN, "--strategy=multi_worker", "--num_workers=2"]
 
 
 @contextlib.contextmanager
-def started(program, *arguments, slow_call=10**9, sec=3600):
+def started(program, *arguments, slow_call=0, sec=3600):
     """Starts the program, one of whose calls takes longer; it is killed in the end."""
-    slow = [ROOT / "tests" / "training" / "failing_steps.py", program, str(slow_call), str(sec)]
+    slow = [ROOT / "tests" / "failing_program.py", program, f"step:{slow_call}:{sec}"]
     with subprocess.Popen(
         [sys.executable, *slow, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=program_environment(),
@@ -74,8 +73,7 @@ def expected(tmp_path_factory):
     """The weights of the same training in this process."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        make_data_small(patch)
-        patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
+        make_small(patch)
         run_here_ok("train", *MANUAL, f"--out={out}")
     return load_summary(out)["weights_sha256"]
 
@@ -98,8 +96,11 @@ def test_a_signal_saves_and_names_the_command_that_resumes(tmp_path, small_progr
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_call_that_hangs(tmp_path, small_program):
-    with started(small_program, *MANUAL, f"--out={tmp_path}/run", slow_call=3) as process:
+def test_a_call_that_hangs_is_ended_by_a_second_signal_or_with_its_stacks_in_the_log(
+    tmp_path, small_program
+):
+    words = [*MANUAL, f"--out={tmp_path}/run"]
+    with started(small_program, *words, slow_call=3) as process:
         wait_for_checkpoint(process, tmp_path / "run")  # After the second call.
         time.sleep(2)
         process.send_signal(signal.SIGTERM)
@@ -107,15 +108,10 @@ def test_a_second_signal_ends_a_call_that_hangs(tmp_path, small_program):
         process.send_signal(signal.SIGINT)
         told = "a second SIGINT: exiting now; the last checkpoint is kept"
         assert end(process, 130).splitlines()[-1] == told
-
-
-@pytest.mark.slow
-def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path, small_program):
-    words = [*MANUAL, f"--out={tmp_path}/run", "--stall_timeout_sec=20"]
-    with started(small_program, *words, slow_call=3) as process:
+    with started(small_program, *words, "--stall_timeout_sec=20", slow_call=3) as process:
         assert end(process, 142).splitlines()[-1].startswith("error: no progress for 20 s")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "in step" in log and "in _train" in log
+    assert "in call" in log and "in _train" in log
 
 
 @pytest.mark.slow

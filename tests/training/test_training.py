@@ -305,6 +305,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_tensor(
     with pytest.raises(DivergedError, match=told):
         train(dataset, tmp_path, learning_rate=3e38)
     assert find_newest_checkpoint(tmp_path) is None and load_history(tmp_path) == []
+    options = {"inject": "scale_gradient:factor=1e6", "strategy": "manual", "checkpoint_every": 1}
+    with pytest.raises(DivergedError, match=r"^model/\S+ is not finite at step 1 "):
+        train(dataset, tmp_path, learning_rate=3e38, **options)
+    assert find_newest_checkpoint(tmp_path) is None
     monkeypatch.setattr(loops, "evaluate", lambda *arguments: StepTotals(math.inf, 7, 70))
     with pytest.raises(DivergedError, match="test loss inf, all weights are finite at step 5"):
         train(dataset, tmp_path, epochs=1)
@@ -327,16 +331,6 @@ def test_replicas_that_part_are_not_saved(dataset, tmp_path):
     with pytest.raises(ReplicaDivergenceError, match="replica 1 differs from replica 0"):
         train(dataset, tmp_path, **options)
     assert checkpoint_paths(tmp_path) == []
-
-
-def test_records_are_written_again_from_the_checkpoint(dataset, copy, whole):
-    history = (copy / "history.jsonl").read_text()
-    (copy / "history.jsonl").write_text(history.replace('"epoch": 2', '"epoch": 7'))
-    (copy / "summary.json").write_text("{")
-    (copy / "accuracy.png").unlink()
-    assert train(dataset, copy, learning_rate=0.05) == whole[1]  # The default, spelled out.
-    assert (copy / "history.jsonl").read_text() == history
-    assert (copy / "accuracy.png").read_text() == "of 2 epochs"
 
 
 def test_a_history_without_checkpoints_is_no_new_start(copy):
