@@ -6,7 +6,6 @@ import pytest
 from lockstep.data.file import save
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.engine.examples import Batches
 from lockstep.recorders.states import Own, States
 
 LENET = {
@@ -279,22 +278,6 @@ def test_a_map_comes_first_in_either_direction():
 def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError, match=wrong):
         Matching(KERAS, trace("torch", *lenet(torch_layer)), names)
-
-
-def test_inputs_of_the_layout_time_batch_are_recognised():
-    def trace(*shapes):
-        about = About("torch", len(shapes), steps=(0,))
-        arrays = {f"1/data/{r}/0": np.zeros(shape) for r, shape in enumerate(shapes)}
-        return Trace(about, arrays)
-
-    def are_second(first, second):
-        return Batches(first, second).has_examples_second
-
-    assert are_second(trace((5, 8)), trace((5, 4), (5, 4)))
-    assert not are_second(trace((8, 5)), trace((4, 5), (4, 5)))
-    assert not are_second(trace((8,)), trace((4,), (4,)))
-    assert not are_second(trace((5, 8)), trace((5, 8)))
-    assert not are_second(trace((4, 8)), trace((4, 8), (4, 8)))  # The batch is larger.
 
 
 def test_replay_pairs_layers_as_a_comparison_does(tmp_path):
