@@ -78,31 +78,30 @@ def check_about(about):
 
 def write_torch_trace():
     """Writes a recording of the same weights in PyTorch's form: transposed, with other names."""
-    with np.load("one.npz") as one:
-        about = json.loads(str(one["about"]))
-        about |= {"framework": "torch", "variables": [], "gradients": []}
-        about |= {"settings": [], "aliases": {}}
-        arrays = {}
-        weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
-        for index, (name, layout, source) in enumerate(reversed(weights)):
-            about["variables"].append({"name": name, "kind": "weight", "layout": layout})
-            for position in (1, 2, 3):
-                arrays[f"{position}/before/0/{index}"] = one[f"{position}/before/0/{source}"].T
-        np.savez("torch.npz", about=np.array(json.dumps(about)), **arrays)
+    one, arrays = Trace("one"), {}
+    about = one.about | {"framework": "torch", "variables": [], "gradients": []}
+    about |= {"settings": [], "aliases": {}}
+    weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
+    for index, (name, layout, source) in enumerate(reversed(weights)):
+        about["variables"].append({"name": name, "kind": "weight", "layout": layout})
+        for position in (1, 2, 3):
+            arrays[f"{position}/before/0/{index}"] = one.get(position, "before")[source].T
+    np.savez("torch.npz", about=np.array(json.dumps(about)), **arrays)
 
 
 def case_replay():
     """The state of the other trace is loaded; permuted examples are the same ones."""
     one, two = shard_map_step(1, noise=0), shard_map_step(2, noise=0)
-    record("one", one)
+    given = {"run": partial(loop, end=4), "steps": [0, 2, 3]}
+    record("one", one, **given)
     write_torch_trace()
-    record("two", two)
-    record("replayed", two, replay="one.npz")
-    record("permuted", two, replay="one.npz", permute=5)
-    record("of_torch", two, replay="torch.npz", names={"a/bias": "a.bias"})
-    refused(r"one.npz: lacks steps \[1\]; it has \[0, 2, 4\]$", two, replay="one.npz", steps=[0, 1])
+    record("two", two, **given)
+    record("replayed", two, **given, replay="one.npz")
+    record("permuted", two, **given, replay="one.npz", permute=5)
+    record("of_torch", two, **given, replay="torch.npz", names={"a/bias": "a.bias"})
+    refused(r"one.npz: lacks steps \[1\]; it has \[0, 2, 3\]$", two, replay="one.npz", steps=[0, 1])
     refused("replay=none.npz: does not exist", two, replay="none.npz")
-    unmatched = {"replay": "torch.npz", "names": {"a/kernel": "b.weight"}}
+    unmatched = {"steps": 1, "replay": "torch.npz", "names": {"a/kernel": "b.weight"}}
     refused(r"no weight fits a/kernel \(5, 7\); it has b.weight \(2, 7\)", two, **unmatched)
     names = ("one", "two", "replayed", "permuted", "of_torch")
     one, two, replayed, permuted, of_torch = map(Trace, names)
@@ -128,13 +127,14 @@ def case_replay():
 
 def case_pmap():
     """A step is recorded without its axis of devices."""
-    run = partial(loop, stack=2)
-    assert is_equal(record("two", pmap_step, run, pmap=True), run(pmap_step))
-    record("one", pmap_step, partial(loop, stack=1), pmap=True, replay="two.npz")
-    record("permuted", pmap_step, run, pmap=True, replay="two.npz", permute=5)
+    run, given = partial(loop, stack=2, end=4), {"pmap": True, "steps": [0, 2, 3]}
+    assert is_equal(record("two", pmap_step, run, **given), run(pmap_step))
+    record("one", pmap_step, partial(run, stack=1), **given, replay="two.npz")
+    record("permuted", pmap_step, run, **given, replay="two.npz", permute=5)
     no_axis = r"^pmap: batch of shape \(8, 5\) has no axis of devices; "
     refused(no_axis, shard_map_step(2), pmap=True)
-    record("none", pmap_step_of_one_copy, partial(run, one_copy=True), pmap=("batch", "key"))
+    given["pmap"] = "batch", "key"
+    record("none", pmap_step_of_one_copy, partial(run, one_copy=True), **given)
     two, one, permuted, none = map(Trace, ("two", "one", "permuted", "none"))
     for position, kind in itertools.product((1, 2, 3), ("before", "raw", "after", "data")):
         assert is_close(none.get(position, kind, 1)[:6], two.get(position, kind, 1)[:6])
@@ -277,8 +277,8 @@ def scanned_step(order, devices=1):
 
 def case_scans():
     """What is kept in each iteration of a scan is that of one call with all examples, in order."""
-    given = {"arguments": WITHOUT_KEY, "steps": 1}
-    plain = loop(scanned_step("rows"))
+    given = {"arguments": WITHOUT_KEY, "steps": 1, "run": partial(loop, end=1)}
+    plain = loop(scanned_step("rows"), end=1)
     orders = {"once": 1, "rows": 4, "columns": 4, "whole": 1}  # Times of the loss of a part.
     bits = {order: record(order, scanned_step(order), **given) for order in orders}
     assert is_equal(bits["rows"], plain)
