@@ -99,11 +99,6 @@ def in_rows(rows, change):
     return changed
 
 
-def differs_after(replica, index):
-    """An array changes by more on a replica, in step 1."""
-    return edit(lambda array: array + np.float32(2e-3), "after", replica, index, 2)
-
-
 def flip(kind):
     """One bit of the exponent, in one array of one step."""
 
@@ -176,10 +171,6 @@ def first_data(script, array_of):
     for name in names(script, "data"):
         array = script.arrays[name]
         script.arrays[f"{name[:-1]}1"], script.arrays[name] = array, array_of(array)
-
-
-def as_texts(array):
-    return np.array([b"text %d" % number for number in (array[:, 0] * 1e6).astype(int)])
 
 
 @option
@@ -272,6 +263,16 @@ def apart(script, replica, gradients):
 
 
 NOISY = {"gradient": apart}
+
+
+def moved(unit):
+    """Each element of a gradient is moved by up to a unit, as products of few digits are."""
+
+    def change(script, replica, gradients):
+        drawn = np.random.default_rng(0)
+        return [g * (1 + unit * drawn.uniform(-1, 1, g.shape)) for g in gradients]
+
+    return {"gradient": change}
 
 
 def decayed_in_loss(script, replica, gradients):
@@ -367,23 +368,6 @@ def without_bias(*replicas):
     return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
 
 
-def clipped_first(*factors):
-    """As Keras' fit records it: raw, clipped, then the sum of these."""
-
-    def edited(script):
-        for position, _ in enumerate(script.steps, start=1):
-            clipped = [
-                [scale * script.arrays[f"{position}/raw/{replica}/{i}"] for i in range(2)]
-                for replica, scale in enumerate(np.float32(factors))
-            ]
-            for replica, sums in enumerate(mean_of(clipped)):
-                for i in range(2):
-                    script.arrays[f"{position}/clipped/{replica}/{i}"] = clipped[replica][i]
-                    script.arrays[f"{position}/sums/{replica}/{i}"] = sums[i]
-
-    return {"edit": edited, "about": {"order": "clip, reduce"}}
-
-
 @option
 def unclipped(script):
     """The gradients before clipping, which are the sums."""
@@ -469,17 +453,6 @@ def stale(script, weights, gradients, state):
     state[1][:] = kept
 
 
-def with_epsilon_under_root(script, weights, gradients, state):
-    """RMSprop as TensorFlow computes it, without momentum."""
-    s = script.settings
-    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        square, _, number = state[3 * i : 3 * i + 3]
-        number += 1
-        square[:] = np.float32(s["rho"]) * square + np.float32(1 - s["rho"]) * gradient**2
-        root = np.sqrt(square + np.float32(s["epsilon"]))
-        weight -= np.float32(s["learning_rate"]) * gradient / root
-
-
 def fused(script, weights, gradients, state):
     """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
     betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
@@ -491,22 +464,12 @@ FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32
 # --- Layers and frameworks -----------------------------------------------------------------------
 
 NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
-CONV = {"name": "0", "class": "Conv2d", "strides": 2, "padding": [1, 1]}
-KERAS_CONV = {"name": "conv", "class": "Conv2D", "strides": [2, 2], "padding": "valid"}
-PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
 
 
 def layers(*settings, off=()):
     """Layers of a script; those in evaluation mode in each of its steps."""
     listed = [{"weights": [], **each} for each in settings]
     return {"about": {"layers": listed, **({"in_evaluation": [list(off)] * 4} if off else {})}}
-
-
-def with_norm(momentum, **changes):
-    """A training whose BatchNorm is recorded with its statistics."""
-    layer = {"name": "norm", "class": "BatchNorm2d", "momentum": momentum}
-    layer |= {"weights": ["norm/moving_mean", "norm/moving_variance"]}
-    return {"norm_momentum": momentum, "about": {"layers": [layer]}, **changes}
 
 
 def in_modes(*off):
@@ -738,24 +701,4 @@ def silent():
     return {
         **own, "shard": lambda rows, r, _: rows if r == 0 else rows[:0], "weighted": False,
         "reduce": lambda sent: [sent[0] for _ in sent],
-    }  # fmt: skip
-
-
-def ends_early(factor):
-    """Replica 1 has no examples in step 2; at the end it gets what the other one trained, too."""
-
-    def reduce(sent):
-        if np.any(sent[1][0]):
-            return mean_of(sent)
-        return [[np.float32(factor) * gradient for gradient in sent[0]] for _ in sent]
-
-    def end(script):
-        kinds = " ".join({name.split("/")[1] for name in script.arrays})
-        without(kinds, 1, position=3)["edit"](script)
-        for name in names(script, "after", 0, position=3):
-            script.arrays[f"2/left/1/{name[-1]}"] = script.arrays[name]
-
-    return {
-        "shard": lambda rows, r, count: rows[r::count] if len(rows) == 16 else rows[: 8 * (r == 0)],
-        "weighted": False, "reduce": reduce, "edit": end,
     }  # fmt: skip

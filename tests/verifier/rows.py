@@ -18,11 +18,13 @@ AVERAGE = average()
 RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
 SKIPPED = {"about": {"asked": range(5), "trained": 4, "skipped": 1}}
 WRONG_STATE = scaled(1.01, "after", index=4, position=2)
-ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": ["norm/moving_mean"]},)}}
 MOVING = {"initial_state": 0.01}  # Of the optimizer.
 HEAD = with_head(lambda at, r, later: at + later)
 STILL = with_head(lambda *_: 1)
 SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
+# Without BatchNorm, behind which units may turn over.
+IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}
+GPU, CPU = ({"about": {"layers": (), "device": device}} for device in ("cuda", "cpu"))
 GROUP = in_each_step({"weights": [*WEIGHTS]})
 ROUNDED = edit(lambda a: np.nextafter(a, np.float32(9)), "before", None, 0, 2)
 BIAS_LATE = bias_times(lambda step, r: step == 3)
@@ -45,7 +47,6 @@ RIGHT = {
     "RMSprop without momentum": ({**RMSPROP, **settings(momentum=0.0, weight_decay=0.1)}, {}),
     "RMSprop, large epsilon": ({**RMSPROP, **settings(epsilon=0.1, rho=0.9)}, {}),
     "Muon": ({**MUON, **settings(weight_decay=0.5)}, {}),
-    "Muon, 4 replicas": ({**MUON, **settings(nesterov=False)}, {"replicas": 4}),
     "Nesterov": (settings(nesterov=True, weight_decay=0.1), {}),
     "plain SGD": (settings(momentum=0.0, weight_decay=0.01), {}),
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
@@ -81,17 +82,17 @@ RIGHT = {
         **settings(weight_decay=0.0)}),
     "other sums, which nothing uses": ({}, flip("sums")),
     "a weight after the update": (left(1.01), left(1.01)),
+    "products in TF32 in the reference": (IN_TF32, moved(2.0**-10)),
+    "units that turn over on a GPU": (GPU, moved(5e-4)),
     # Clipping.
     "clipping after the sum": ({"clip": clip}, {}),
     "clipping by value": (by_value(), by_value()),
-    "no clipping before the sum": ({}, clipped_first(1, 1)),
     "zeros after the sum": (without_bias(0, 1), {}),
     # Data.
     "layouts": (images("NHWC"), images("NCHW")),
     "scaled by the model": ({}, scaled(255, "data")),
     "other names": ({}, in_torch()),
     "number first": (first_data(lambda array: np.array(5)), first_data(lambda array: np.array(5))),
-    "text first": (first_data(as_texts), first_data(as_texts)),
     "outputs": (with_outputs(USUAL), with_outputs(USUAL)),
     "some outputs of -inf, as of a mask": (masked(USUAL), masked(USUAL)),
     "outputs of -inf, as of a mask": (all_outputs(-np.inf), all_outputs(-np.inf)),
@@ -146,7 +147,6 @@ RIGHT = {
     "a second optimizer": ({**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER,
         own_states(lambda a, at, r, index: a + np.float32(0.1 * (index == 6))))),
     "both skip an update": (SKIPPED, {}),
-    "a replica ends early": ({"steps": (0, 1, 2)}, ends_early(1)),
 }  # fmt: skip
 
 WRONG = {  # What is said → the rows; their step, if it is not 0.
@@ -283,12 +283,16 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "gradient": {
         "shards of the reference": ({**layers(NORM), **of_shards()}, NOISY),
+        "a little larger on a GPU": (GPU, times(1.0005)),
         "decay in the loss": ({}, {"gradient": decayed_in_loss}),
         "layers compute in another dtype": ({}, {**NOISY, "about": {"computed_in": "bfloat16"}}),
         "noise": ({}, NOISY),
         "synchronized norms": (layers(NORM), {**NOISY, **layers({**NORM, "synchronized": True})}),
     },
     "gradient: other_backward": {
+        "products in TF32 in one": (CPU, moved(2.0**-10)),
+        "units that turn over on a CPU": (CPU, moved(5e-4)),
+        "units that turn over too far on a GPU": (GPU, moved(1e-2)),
         "rows are larger": ({}, before_sum(in_rows([2, 5], lambda g: 3 * g))),
         "a row is another one": ({}, before_sum(in_rows([2], np.cos))),
         "frozen on one": ({}, bias_times(lambda step, r: 1 - r)),
@@ -297,12 +301,11 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "raw gradients that nothing uses": ({}, flip("raw"), 1),
         "raw gradients of NaN that nothing uses": ({}, scaled(np.nan, "raw")),
         "epsilon": (layers(NORM), {**ONE, **NOISY, **layers({**NORM, "epsilon": 1e-3})}),
-        "strides": (layers(CONV), {**NOISY, **layers({**CONV, "strides": [1, 1]})}),
-        "padding before": (layers(CONV), {**NOISY, **layers(PADDED, KERAS_CONV)}),
         "norms in evaluation": (layers(NORM, off=["bn"]), {**NOISY, **layers(NORM, off=["bn"])}),
     },
     "gradient: wrong_factor": {
         "doubled": ({}, times(2)),
+        "larger beside products in TF32": (IN_TF32, times(1.1)),
         "sum hidden by clipping": (CLIPPED, {**SUMMED, **scaled(2, "raw")}),
         "scaled and kept": (JAX, times(3)),
     },
@@ -335,7 +338,6 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "sum": ({}, SUMMED),
         "sum in JAX": (JAX, SUMMED),
         "sum at the learning rate 0": (STANDING, {**STANDING, **SUMMED}),
-        "a replica that has ended counts": ({"steps": (0, 1, 2)}, ends_early(0.5), 2),
         "no gradient is recorded, summed": (WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED}),
         "the loss and a gradient of a part": (differentiated(),
             {**differentiated(0.3), **bias_times(lambda step, r: 0.3)}),
@@ -343,7 +345,6 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "sum": {
         "sum by an optimizer": (UNKNOWN, averaged_by_optimizer(2)),
         "a row is 0 after the sum": ({}, after_sum(in_rows([2], lambda g: 0 * g))),
-        "clipped first": ({}, clipped_first(0.5, 0.25)),
     },
     "sum: reduced_precision": {"bfloat16": ({}, after_sum(in_16_bits))},
     "clipping: other_clipping": {
@@ -368,9 +369,8 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "SGD in place of RMSprop": (RMSPROP, {**OWN, "optimizer": "SGD", "steps": (0, 1)}),
         "hidden rate of an unknown optimizer": (UNKNOWN, with_settings(learning_rate=0.2)),
         "two optimizers, and one in the reference": (TWO_OF_EACH, {"update": twice}),
-        "learning_rate of one replica": ({}, {"of_replica": {1: {"learning_rate": 0.3}}}),
         "hidden nesterov of Muon": (MUON, with_settings(nesterov=False), 1),
-        "hidden momentum of Muon": (MUON, with_settings(momentum=0.5)),
+        "learning_rate of one replica": ({}, {"of_replica": {1: {"learning_rate": 0.3}}}),
     },
     "update: other_optimizer": {
         "no momentum": ({}, settings(momentum=0.0), 1),
@@ -402,8 +402,6 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "hidden placement": (settings(weight_decay=0.1), {"decays_gradient": False}),
         "hidden momentum": ({}, with_settings(momentum=0.5), 1),
         "hidden momentum of RMSprop": (RMSPROP, with_settings(momentum=0.5), 1),
-        "hidden epsilon under the root of RMSprop": ({**RMSPROP,
-            **settings(momentum=0.0, epsilon=1e-3)}, {"update": with_epsilon_under_root}),
         "hidden momentum of an unknown optimizer": (UNKNOWN, with_settings(momentum=0.5), 1),
         "moments in 16 bits": (ADAM, MOMENTS_IN_16_BITS),
         "no weight on one": ({}, without("after", 1, 0)),
@@ -411,11 +409,10 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "update: not_updated": {
         "no update": ({}, {"update": no_update}),
         "stale": (ADAM, {"update": stale}),
-        "no update by Muon": (MUON, {"update": no_update}),
         "no update by an unknown optimizer": (UNKNOWN, {"update": no_update}),
         "a codebook that does not change": (codes(), codes(drift=-1.0)),
-        "an average that stays": (AVERAGE, average(own=1, new=0)),
         "a replica without a step": ({}, silent(), 3),
+        "an average that stays": (AVERAGE, average(own=1, new=0)),
     },
     "update: overflow_not_skipped": {
         "an overflow that only the reference skips": (OVERFLOW, {"update": UPDATES["SGD"]}, 1),
@@ -431,14 +428,10 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "own statistics, gradients of all": (JAX, {"local_norm": True}),
         "a codebook that differs on one": (codes(), codes(far=0.1)),
         "a queue of each replica": (queue(), queue(far=0.1)),
-        "a weight changes differently on replica 0": (ALL_STATE, differs_after(0, 0), 1),
-        "its momentum changes differently on replica 1": (ALL_STATE, differs_after(1, 4), 1),
-        "a statistic changes differently on replica 0": (ALL_STATE, differs_after(0, 2), 1),
     },
     "update: other_statistics": {
         "norm momentum": ({}, {"norm_momentum": 0.01}),
         "unbiased": ({}, {"unbiased": True}),
-        "momentum and bias": (with_norm(0.1, unbiased=True), with_norm(0.01, unbiased=False)),
         "a codebook that differs": (codes(), codes(drift=0.1)),
         "another queue": (queue(), queue(drift=0.1)),
     },

@@ -9,7 +9,7 @@ import pytest
 
 import lockstep
 from tests.conftest import ROOT, idx_files, run_python
-from tests.verifier.recorder_scripts import interpreter, run_script
+from tests.verifier.recorder_scripts import interpreter
 
 THREE_WAYS = ROOT / "examples" / "keras_three_ways.py"
 ON_JAX = {
@@ -28,34 +28,6 @@ FAULTS = {  # Example, words of the reference, those of the variant → node and
     ("record_two_inputs.py", "1", "2"): ("loss", "mean_of_means"),
     ("record_two_inputs.py", "1 corrected", "2 corrected"): None,
 }
-# Prints the largest difference of a weight on two devices from one, or the error.
-LAYERS = """
-import keras, numpy as np
-x = np.random.default_rng(0).normal(size=(96, 8)).astype("float32")
-two = keras.distribution.DataParallel()
-def train(build, devices, *, late=False, n=96, clipnorm=None, loss="mse"):
-    keras.utils.set_random_seed(0)
-    keras.distribution.set_distribution(None if late else devices)
-    dense = keras.layers.Dense
-    parts = [keras.Input((8,)), dense(16, activation="relu"), *build(), dense(1)]
-    model = keras.Sequential(parts)
-    model.compile(keras.optimizers.SGD(0.1, clipnorm=clipnorm), loss)
-    keras.distribution.set_distribution(devices)
-    model.fit(x[:n], x[:n, :1] * 2 + 1, 32, shuffle=False, verbose=0)
-    return model.get_weights()
-def scalar(y, p):
-    return keras.ops.mean(keras.ops.square(y - p))
-layers = keras.layers
-for build, options in (
-    (lambda: [layers.BatchNormalization()], {}), (lambda: [layers.Dropout(0.5)], {}),
-    (list, {"clipnorm": 0.1}), (list, {"loss": scalar}), (list, {"late": True}), (list, {"n": 91}),
-):
-    try:
-        each = [train(build, devices, **options) for devices in (None, two)]
-        print(max(abs(a - b).max() for a, b in zip(*each)))
-    except Exception as error:
-        print(type(error).__name__)
-"""
 
 
 @pytest.mark.slow
@@ -91,14 +63,3 @@ def test_three_ways_are_the_training_on_one_device(tmp_path, monkeypatch):
         variables = " ".join(f"{name}={value}" for name, value in ON_JAX.items())
         ways["data_parallel"] = f"env {variables} {interpreter('jax')} {THREE_WAYS} data_parallel"
     lockstep.assert_same_training(f"{python} one_device", ways, steps=2)
-
-
-@pytest.mark.slow
-def test_data_parallel_computes_what_one_device_does_or_fails():
-    if not has_keras_and_jax():
-        pytest.skip("needs an interpreter with keras and jax: LOCKSTEP_JAX_PYTHON")
-    done = run_script("jax", "-c", LAYERS, **ON_JAX)
-    assert done.returncode == 0, done.stderr
-    *differences, late, odd = done.stdout.split()
-    assert len(differences) == 4 and all(float(number) < 1e-6 for number in differences)
-    assert (late, odd) == ("ValueError", "IndivisibleError")

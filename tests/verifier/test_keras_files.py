@@ -6,14 +6,11 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from lockstep.comparison import compare_traces
 from lockstep.data.file import TraceError, load
-from lockstep.numeric.arrays import Rows, dense
-from lockstep.numeric.sampling import Sample, Sampled
-from lockstep.recorders.parts import members_of
+from lockstep.numeric.sampling import Sampled
 from tests.verifier.recorder_scripts import FOLDER, ROOT
 from tests.verifier.recorder_scripts.recording import node_of
 
@@ -35,26 +32,6 @@ def run(folder, *arguments):
 
 def verdict_of(folder, name="two.npz"):
     return [*compare_traces([load(folder / "one.npz"), load(folder / name)], {}).values()][-1]
-
-
-def test_terms_of_the_elements_of_a_sparse_gradient():
-    """Adam of Keras squares the rows of a gradient before it adds those that are equal."""
-    random, sample = np.random.default_rng(0), Sample(16)
-    for shape, layout in (((9, 4), ""), ((9, 4), "IO"), ((5, 2, 3), "")):
-        indices = random.integers(0, shape[0] - 2, 20)
-        values = random.normal(size=(20, *shape[1:])).astype(np.float32)
-        rows = Rows(values, indices, shape[0])
-        own = members_of(sample, "raw", rows, layout)
-        terms = Rows(own.arrays["/values"], own.arrays["/indices"], int(own.arrays["/rows"]))
-        for power in (1, 2):
-            powers = dense(rows._replace(values=values**power))
-            expected = members_of(sample, "raw", powers, layout).arrays["/elements"]
-            found = dense(terms._replace(values=terms.values**power))
-            np.testing.assert_allclose(found, expected, 1e-6)
-        whole = members_of(sample, "raw", dense(rows), layout)
-        np.testing.assert_array_equal(own.arrays["/sums"], whole.arrays["/sums"])
-        assert own.shape == whole.shape == shape and own.arrays["/elements"].dtype == np.float32
-    assert {*members_of(None, "raw", rows, "").arrays} == {"/values", "/indices", "/rows"}
 
 
 @pytest.mark.slow

@@ -77,7 +77,6 @@ RUN = ("run", "--reference=a", "--variant=b")
         (("--detail", "a.npz"), "unrecognized arguments: --detail"),
         (("--line\nbreak", "a.npz"), "unrecognized arguments: --line break"),
         (("show",), "required: FILE; see lockstep show --help"),
-        (("show", "a.npz", "--json"), "unrecognized arguments: --json"),
         (("run", "--reference=a", "--variant='"), 'argument --variant: "\'" is no command (No'),
         (("run", "--reference=a", "--variant", "x=a", "--variant=x=b"), "two have the name x"),
         ((*RUN, "--steps=1,0"), "--steps: must be a number from 1"),
@@ -184,7 +183,6 @@ REPORT = "print(chr(10).join(map(str, range(20)))); print(sys.argv[1]); print('x
     [
         (command_of(fails), ["ended with exit code 1: ", "RuntimeError: no such device", "--keep"]),
         ("no-such-program 1", ["there is no program no-such-program; commands are run without"]),
-        (f"{sys.executable} -c 'import os; os.kill(os.getpid(), 9)'", ["by the signal SIGKILL: "]),
         (
             [sys.executable, "-c", f"import sys; {REPORT}",
              "E1127 02:40:00.123000 9 torch/distributed/elastic/multiprocessing/api.py] failed"],
@@ -225,9 +223,7 @@ def wait_for_the_end_of(pid):
     wait_for(lambda: not pathlib.Path("/proc", pid).exists())
 
 
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_ends_run_and_all_that_it_has_started(tmp_path, number, code):
     # As torchrun does, the command starts its process in a session of its own.
     starts = f"subprocess.run([sys.executable, '-c', {SLEEPS!r}], start_new_session=True)"

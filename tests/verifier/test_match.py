@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from lockstep.data.file import save
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.engine.examples import Batches
-from lockstep.recorders.states import Own, States
 
 LENET = {
     "conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50), "hidden": (800, 128), "logits": (128, 10),
@@ -279,38 +276,3 @@ def test_a_map_comes_first_in_either_direction():
 def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError, match=wrong):
         Matching(KERAS, trace("torch", *lenet(torch_layer)), names)
-
-
-def test_inputs_of_the_layout_time_batch_are_recognised():
-    def trace(*shapes):
-        about = About("torch", len(shapes), steps=(0,))
-        arrays = {f"1/data/{r}/0": np.zeros(shape) for r, shape in enumerate(shapes)}
-        return Trace(about, arrays)
-
-    def are_second(first, second):
-        return Batches(first, second).has_examples_second
-
-    assert are_second(trace((5, 8)), trace((5, 4), (5, 4)))
-    assert not are_second(trace((8, 5)), trace((4, 5), (4, 5)))
-    assert not are_second(trace((8,)), trace((4,), (4,)))
-    assert not are_second(trace((5, 8)), trace((5, 8)))
-    assert not are_second(trace((4, 8)), trace((4, 8), (4, 8)))  # The batch is larger.
-
-
-def test_replay_pairs_layers_as_a_comparison_does(tmp_path):
-    """PyTorch counts layer2 before layer10; sorted as JAX does, layer10 comes first."""
-    numbers = range(1, 12)
-    first = [w for n in numbers for w in torch_layer(f"layer{n}", values((3, 3), n))]
-    save(trace("torch", *first), tmp_path / "one.npz")
-    names = sorted(f"layer{n}" for n in numbers)
-    second = [w for name in names for w in jax_layer(name, values((3, 3)))]
-    own = [Own({"name": v.name, "kind": v.kind, "layout": v.layout}, a.shape) for v, a in second]
-    states = States("jax", str(tmp_path / "one.npz"), [0], {})
-    found = states.sources(own, [WEIGHT])
-    pairs = {own[i].name: source.key for i, source in found.items()}
-    parts = {"w": "weight", "b": "bias"}
-    expected = {f"layer{n}/{x}": f"layer{n}.{y}" for n in numbers for x, y in parts.items()}
-    assert pairs == expected
-    index = [each.name for each in own].index("layer10/w")
-    loaded = found[index].of(states.before(0, 0))
-    np.testing.assert_array_equal(loaded, values((3, 3), 10).astype(np.float32))

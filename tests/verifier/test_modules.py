@@ -1,20 +1,14 @@
 """Modules: the first wrong one is said, also of parts on ranks, and of networks of PyTorch."""
 
 import dataclasses
-import json
-import random
 import types
 
 import numpy as np
 import pytest
 
-from lockstep.comparison import compare_traces
-from lockstep.data import file as trace_file
 from lockstep.data.trace import OF_MODULES, About, Trace, Variable
 from lockstep.engine import verify
-from lockstep.engine.modules import Event, events_of
 from lockstep.engine.verdict import FAULT
-from tests.verifier.recorder_scripts import needs
 
 NUM, WIDTH, CLASSES = 12, 6, 4
 MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
@@ -131,15 +125,6 @@ CASES = {  # Name: both, the second one, the module.
 }  # fmt: skip
 
 
-def test_events_are_in_the_order_of_time():
-    names = [*MODULES[:3], "layers.10", "head"]
-    calls = [Event("layers.0", False), Event("layers.0.linear", False)]
-    calls += [Event("layers.0.linear", True), Event("layers.0.act", False)]
-    calls += [Event("layers.0.act", True), Event("layers.0", True)]
-    assert events_of(names)[:6] == calls
-    assert events_of(names)[6:8] == [Event("layers.10", False), Event("layers.10", True)]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_wrong_module_is_said_with_its_pass(name):
     both, second, module = CASES[name]
@@ -222,84 +207,3 @@ def test_parts_of_arrays_of_modules_on_ranks(name):
     verdict = on_two_ranks(wrong, **parts)
     assert (verdict.status == FAULT) == (module is not None), verdict
     assert module is None or verdict.place.module == module
-
-
-# --- Networks of PyTorch -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_jobs(scripts, tmp_path):
-    """Returns a function that trains with PyTorch: first in one process, then in two."""
-
-    def run(jobs):
-        (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-        for processes in (1, 2):
-            code, printed = scripts(
-                "torch", "torch_modules.py", folder=tmp_path, processes=processes
-            )
-            assert code == 0, printed
-
-    return run
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_recording_modules_changes_no_bit(run_jobs, tmp_path):
-    jobs = [
-        {"network": network, "path": f"any{size}.npz", "modules": modules, "size": size, "steps": 3,
-         "weights": f"{network}{modules}{size}.npz"}
-        for network in ("gpt", "cnn")
-        for modules in (None, True, "*.mlp")
-        for size in (1, 2)
-        if not (network == "cnn" and modules == "*.mlp")
-    ]  # fmt: skip
-    run_jobs(jobs)
-    for job in jobs:
-        plain = f"{job['network']}None{job['size']}.npz"
-        with np.load(tmp_path / job["weights"]) as own, np.load(tmp_path / plain) as other:
-            assert all(own[name].tobytes() == other[name].tobytes() for name in other)
-    recorded = trace_file.load(tmp_path / "any2.npz")
-    assert recorded.about.modules[:2] == ("stem", "layers")
-
-
-GPT = [
-    f"layers.{i}{name}"
-    for i in (0, 1)
-    for name in (
-        *("", ".norm_1", ".norm_2", ".mlp", ".mlp.0", ".mlp.1", ".mlp.2", ".attention"),
-        *(f".attention.{name}" for name in ("wq", "wk", "wv", "wo")),
-    )
-]
-CNN = [f"layers.{i}.{name}" for i in (0, 1) for name in ("conv_1", "norm_1", "conv_2", "norm_2")]
-FAULTS = (
-    *("scaled", "shifted", "permuted", "noise"),
-    *("input gradient", "detached", "output gradient"),
-)
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_modules_of_pytorch_are_named(run_jobs, tmp_path):
-    generator, jobs = random.Random(0), []
-    for network, dtype in (("gpt", ""), ("gpt", "bfloat16"), ("cnn", "")):
-        one = f"{network}{dtype}.npz"
-        common = {"network": network, "dtype": dtype}
-        jobs.append(common | {"path": one, "size": 1})
-        jobs.append(common | {"path": f"two{one}", "replay": one})
-        for number in range(10):
-            module = generator.choice([*(GPT if network == "gpt" else CNN), "head"])
-            fault = module, generator.choice(FAULTS)
-            path = f"wrong{number}{one}"
-            jobs.append(common | {"path": path, "replay": one, "fault": fault})
-    run_jobs(jobs)
-    unnamed = []
-    for job in jobs:
-        traces = [
-            trace_file.load(tmp_path / job.get(key, job["path"])) for key in ("replay", "path")
-        ]
-        verdict = [*compare_traces(traces, {}).values()][-1]
-        if "fault" not in job:
-            assert verdict.ok, str(verdict)
-        elif not verdict.place.module.startswith(f"{job['fault'][0]}, "):
-            unnamed.append((job["network"], *job["fault"], verdict.place))
-    assert not unnamed

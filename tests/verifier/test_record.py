@@ -1,6 +1,5 @@
 """`lockstep.record`: finds the framework, and records only when a variable says so."""
 
-import contextlib
 import json
 import sys
 import types
@@ -8,7 +7,6 @@ import types
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import lockstep
 from lockstep.data.file import load
@@ -54,47 +52,6 @@ def test_with_the_command_a_model_of_keras_is_recorded(has_block, model, monkeyp
         recorder.stop()
     trace = load(tmp_path / "one.npz")
     assert trace.about.framework == "keras" and tuple(trace.steps) == (0,)
-
-
-def test_several_models_of_keras_are_recorded(model, monkeypatch, tmp_path):
-    keras.utils.set_random_seed(0)
-    second = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="second")])
-    sgd = keras.optimizers.SGD()
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(second(model(x)) ** 2)
-        weights = [*model.trainable_variables, *second.trainable_variables]
-        sgd.apply(tape.gradient(loss, weights), weights)
-
-    ask(monkeypatch, tmp_path / "one.npz")
-    with lockstep.record([model, second], sgd) as recorder:
-        recorder.wrap(step)(tf.ones((4, 3)))
-    assert len(load(tmp_path / "one.npz").about.gradients) == 4
-    with pytest.raises(ValueError, match="type list cannot be recorded"):
-        lockstep.record([model, fit])
-
-
-@pytest.fixture
-def jax(monkeypatch):
-    """A module that stands for JAX, and one for its recorder, which returns its arguments."""
-    recorder = types.SimpleNamespace(
-        record=lambda *args, **options: contextlib.nullcontext((args, options))
-    )
-    monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
-    monkeypatch.setitem(sys.modules, "lockstep.record_jax", recorder)
-
-
-def test_a_step_of_jax_is_passed_on_with_all_options(jax, monkeypatch):
-    places = {"arguments": {"params": 0, "batch": 1}, "outputs": {"params": 0, "loss": 1}}
-    with lockstep.record(fit, **places) as step:
-        assert step is fit
-    ask(monkeypatch, "one.npz")
-    settings = {"class": "SGD"}
-    given = (None, fit), {"optimizer": settings, "pmap": True, **places}
-    assert lockstep.record(fit, settings, **places, pmap=True).start() == given
-    with pytest.raises(ValueError, match=r"^outputs: missing; pass where the arrays of the step"):
-        lockstep.record(fit, arguments={})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lockstep.answer.names import CODE
 from tests.campaigns import optimizers
 from tests.conftest import ROOT
 
@@ -88,3 +89,14 @@ def verdict_after(*remedies):
 def test_the_program_after_remedies_is_clean(remedies):
     verdict = verdict_after(*remedies)
     assert verdict.status == "clean", str(verdict)
+
+
+def test_each_example_for_keras_and_each_remedy_has_a_program():
+    """ReplicaDropout is that of `test_keras_shards`."""
+    programs = {"local_statistics": "norm", "mean_of_means": "drop_remainder",
+                "inference_mode": "regularised"}  # fmt: skip
+    assert programs.keys() == CODE["keras"].keys() and {*programs.values()} <= REMEDIES.keys()
+    values = [value for settings in REMEDIES.values() for value in settings.values()]
+    used = {*values, *map(type, values)}
+    own = [x for x in vars(remedies_of).values() if getattr(x, "__module__", "") == "remedies"]
+    assert {*own} - used == {remedies_of.ReplicaDropout}

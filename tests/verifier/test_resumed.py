@@ -18,153 +18,101 @@ from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
 from tests.verifier import shown
 from tests.verifier.changes import scaled
-from tests.verifier.trainer import Script, adam, batch_of
+from tests.verifier.trainer import Script, batch_of
 
-ALL = range(4)
 # Indices of variables: two weights, two buffers, then 3 arrays of state for each weight.
-WEIGHTS, BUFFERS, STEP, KERNEL, BIAS = (0, 1), (2, 3), (6, 9), (4, 5, 6), (7, 8, 9)
+WEIGHTS, STEP, KERNEL, BIAS = (0, 1), (6, 9), (4, 5, 6), (7, 8, 9)
 
 
-def uninterrupted(**options):
-    return Script(optimizer="Adam", about={"asked": (*range(9),)}, **options)
+def with_random(script, states):
+    """Adds states of a generator, from which each step draws."""
+    for position, number in enumerate(states, 1):
+        script.arrays[f"{position}/random/0/0"] = np.full(4, number, np.uint8)
+        script.arrays[f"{position}/random_after/0/0"] = np.full(4, number + 1, np.uint8)
 
 
-def changed(edit, **options):
-    """Returns a process that resumes at step 2, and has another state before it."""
+def verdict_of_resumed(change=lambda arrays, one: None, random=None, first=None, **options):
+    """Returns the verdict on a process that resumes at step 2.
 
-    def resumed(one):
-        script = Script(
-            optimizer="Adam", steps=(2, 3), edit=lambda s: edit(s.arrays, one), **options
-        )
-        script.steps = (0, 1)  # As the process counts.
-        return script.trace("resumed.npz")
+    Args:
+        change: changes its arrays.
+        random: the states of its generator.
+        first: further options of the uninterrupted training.
+        options: those of the resumed process.
+    """
+    one = Script(
+        optimizer="Adam", about={"asked": (*range(9),)}, **(first or {}),
+        edit=lambda script: with_random(script, range(4) if random else ()),
+    )  # fmt: skip
+    own = Script(optimizer="Adam", steps=(2, 3), **options)
+    with_random(own, random or ())
+    change(own.arrays, one.arrays)
+    own.steps = (0, 1)  # As the process counts.
+    trace, reference = own.trace("resumed.npz"), one.trace()
+    number = first_step_of(reference, trace, {}, 2)
+    assert number == 2
+    trace = renumbered(trace, number, reference)
+    return verify(renumbered(reference, 0, reference), trace, resumed=True)
 
-    return resumed
 
+def as_before(step, places, moved=0, times=1):
+    """Makes variables those of a step of the reference: of the same or of another variable."""
 
-def put(places, value):
-    """Returns an edit that gives variables the values of `value(one, index)`."""
-
-    def edit(arrays, one):
+    def change(arrays, one):
         for index in places:
-            arrays[f"1/before/0/{index}"] = value(one, index)
+            own = one[f"{step + 1}/before/0/{index + moved}"]
+            arrays[f"1/before/0/{index}"] = (own * times).astype(own.dtype)
 
-    return edit
-
-
-def as_before(step):
-    return lambda one, index: one.arrays[f"{step + 1}/before/0/{index}"]
+    return {"change": change}
 
 
-def zero(one, index):
-    return np.zeros_like(one.arrays[f"3/before/0/{index}"])
+def without(arrays, one):
+    for index in (*KERNEL, *BIAS):
+        del arrays[f"1/before/0/{index}"]
 
 
-def remove(places):
-    def edit(arrays, one):
-        for index in places:
-            del arrays[f"1/before/0/{index}"]
-
-    return edit
-
-
-def with_random(state):
-    """Returns an edit with the states of a generator that a step draws from."""
-
-    def edit(arrays, one):
-        for position, number in enumerate(state, 1):
-            arrays[f"{position}/random/0/0"] = np.full(4, number, np.uint8)
-            arrays[f"{position}/random_after/0/0"] = np.full(4, number + 1, np.uint8)
-
-    return edit
-
-
-def nothing(arrays, one):
-    pass
-
-
-RESUMED = {  # Name → the resumed process; the place, what is said.
-    "right": (changed(nothing), "", ""),
-    "right random numbers": (changed(with_random([2, 3])), "", ""),
-    "no optimizer state": (changed(remove((*KERNEL, *BIAS))), "start: state_lost",
+LOST = "start: state_lost"
+RESUMED = {  # Name → what is changed in the resumed process; the place, what is said.
+    "right": ({}, "", ""),
+    "right random numbers": ({"random": [2, 3]}, "", ""),
+    "no optimizer state": ({"change": without}, LOST,
         "6 of 6 arrays of optimizer state: 0 or missing"),
-    "no step of Adam": (changed(put(STEP, zero)), "start: state_lost",
+    "no step of Adam": (as_before(2, STEP, times=0), LOST,
         "2 of 6 arrays of optimizer state: 0 or missing"),
-    "state of an older checkpoint": (changed(put(KERNEL, as_before(1))), "start: state_lost",
+    "state of an older checkpoint": (as_before(1, KERNEL), LOST,
         "3 of 6 arrays of optimizer state: as before step 1"),
-    "state of another weight": (changed(put((8,), lambda one, i: as_before(2)(one, i - 1))),
-        "start: state_lost", "1 of 6 arrays of optimizer state: unlike"),
-    "weights not loaded": (changed(put(WEIGHTS, as_before(0))), "start: state_lost",
-        "2 of 2 weights: as before step 0"),
-    "buffers not loaded": (changed(put(BUFFERS, as_before(0))), "start: state_lost",
-        "2 of 2 buffers or averages: as before step 0"),
-    "another value": (changed(put((2,), lambda one, i: as_before(2)(one, i) * 2)),
-        "start: state_lost", "1 of 2 buffers or averages: unlike those of the reference"),
-    "random numbers from the start": (changed(with_random([0, 1])), "random: state_lost",
+    "state of another weight": (as_before(2, (8,), moved=-1), LOST,
+        "1 of 6 arrays of optimizer state: unlike"),
+    "weights not loaded": (as_before(0, WEIGHTS), LOST, "2 of 2 weights: as before step 0"),
+    "another value": (as_before(2, (2,), times=2), LOST,
+        "1 of 2 buffers or averages: unlike those of the reference"),
+    "random numbers from the start": ({"random": [0, 1]}, "random: state_lost",
         "the random states are those of step 0 again"),
-    "another seed": (changed(with_random([9, 8])), "random: state_lost",
+    "another seed": ({"random": [9, 8]}, "random: state_lost",
         "the random states are not those of the reference"),
-    "sampler restarted": (changed(nothing, batch=lambda step: batch_of(step % 2)),
+    "sampler restarted": ({"batch": lambda step: batch_of(step % 2)},
         "examples: other_batch_size", "examples are not the reference's"),
-    "loss scale": (changed(nothing, about={"loss_scale": (8.0, 8.0)}), "gradient: state_lost",
+    "loss scale": ({"about": {"loss_scale": (8.0, 8.0)}}, "gradient: state_lost",
         "the loss scale is 8, in the reference 1"),
 }  # fmt: skip
 
 
-def verdict_of_resumed(one, resumed):
-    """Returns the verdict on a resumed process, and its first step."""
-    first, own = one.trace(), resumed(one)
-    number = first_step_of(first, own, {}, 2)
-    own = renumbered(own, number, first)
-    return verify(renumbered(first, 0, first), own, resumed=True), number
-
-
 @pytest.mark.parametrize("name", RESUMED)
 def test_what_a_resumed_training_lacks_is_found_where_it_begins(name):
-    resumed, found, told = RESUMED[name]
-    draws = "random" in found or name == "right random numbers"
-    one = uninterrupted(edit=lambda s: with_random(ALL)(s.arrays, s) if draws else None)
-    verdict, number = verdict_of_resumed(one, resumed)
-    assert number == 2 and told in verdict.reason and not verdict.error
+    changes, found, told = RESUMED[name]
+    verdict = verdict_of_resumed(**changes)
+    assert told in verdict.reason and not verdict.error
     assert shown(verdict) == (f"fault: {found}" if found else "clean"), verdict
     assert not found or verdict.place.step == 2
 
 
-def with_rates(*rates):
-    """Returns options of a training with a learning rate of each step."""
-    left = iter(rates)
-
-    def update(script, *arrays):
-        script.settings = {**script.settings, "learning_rate": next(left)}
-        adam(script, *arrays)
-
-    group = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "weight_decay": 0.0}
-    names = ["dense/kernel", "dense/bias"]
-    settings = [({**group, "learning_rate": rate, "weights": names},) for rate in rates]
-    return update, settings
-
-
-def test_a_learning_rate_of_another_step_is_found_at_the_update():
-    update, settings = with_rates(0.01, 0.005, 0.0025, 0.00125)
-    one = uninterrupted(update=update)
-    one.about["settings"] = settings
-    update, settings = with_rates(0.01, 0.005, 0.01, 0.005)
-    verdict, _ = verdict_of_resumed(
-        one, changed(nothing, update=update, about={"settings": settings[2:]})
-    )
-    assert (verdict.place.node, verdict.place.step) == ("update", 2)
-    assert verdict.name == "other_learning_rate"
-
-
 def test_state_of_another_replica_is_found_on_its_rank():
-    def edit(script):
-        for position in range(1, len(script.steps) + 1):
-            for index in KERNEL[:2]:
-                name = f"{position}/before/0/{index}"
-                script.arrays[name.replace("/0/", "/1/")] = script.arrays[name] * 3 + 1
+    def change(arrays, one):
+        for name in [name for name in arrays if name.startswith("1/before/1/")]:
+            if int(name[-1]) in KERNEL[:2]:
+                one[name.replace("1/", "3/", 1)] = 3 * one[name.replace("1/", "3/", 1)] + 1
 
-    verdict, _ = verdict_of_resumed(uninterrupted(replicas=2, edit=edit),
-                                    changed(nothing, replicas=2))  # fmt: skip
+    verdict = verdict_of_resumed(change, first={"replicas": 2}, replicas=2)
     assert (verdict.place.node, verdict.place.ranks) == ("start", ("replica 1",))
     assert verdict.place.tensors == ("dense/kernel/exp_avg", "dense/kernel/exp_avg_sq")
     assert "on rank 1 = of another replica" in verdict.formula[0]
@@ -172,11 +120,11 @@ def test_state_of_another_replica_is_found_on_its_rank():
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_checkpoint_that_is_older_is_found_by_its_weights(step):
-    own = Script(optimizer="Adam", steps=(step,))
-    own.steps = (0,)
-    assert first_step_of(uninterrupted().trace(), own.trace(), {}, 2) == step
-    other = Script(optimizer="Adam", steps=(0,), seed=1)
-    assert first_step_of(uninterrupted().trace(), other.trace(), {}, 2) == 2
+    one = Script(optimizer="Adam").trace()
+    for changes, number in (({}, step), ({"seed": 1}, 2)):
+        own = Script(optimizer="Adam", steps=(step,), **changes)
+        own.steps = (0,)
+        assert first_step_of(one, own.trace(), {}, 2) == number
 
 
 # Trainings in processes of their own.

@@ -5,11 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lockstep.numeric import arrays
-from lockstep.numeric.arrays import EPS, UNITS
+from lockstep.numeric.arrays import EPS, UNITS, distance
 from lockstep.numeric.state_bounds import of_change, of_start, spread_of
-from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance, gap_of
-from lockstep.oracles.rules import Rule, _updated_by_blocks, updated
+from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance
 
 
 def test_a_gradient_of_zeros_has_no_ties():
@@ -69,41 +67,12 @@ def test_a_gradient_that_cancels_the_momentum_may_differ_in_its_last_place():
     assert np.abs(second - first)[0] > 64 * EPS * np.abs(first[0])
 
 
+def test_values_that_are_not_finite_are_far_unless_both_have_them():
+    first, second = np.array([1, np.inf]), np.array([3, np.inf])
+    assert distance(second, first) == 2.0
+    assert distance(np.array([1, np.nan]), np.array([1, 0])) == np.inf
+
+
 def test_what_the_reference_does_not_change_may_not_change_by_a_bit():
     assert not of_start(np.zeros(3), np.ones(3), np.zeros(())).any()
     assert of_start(np.ones(3), np.ones(3), np.zeros(())).all()
-
-
-@pytest.mark.parametrize("size", [0, 1, 4, 11])
-def test_blocks_give_what_whole_arrays_give_also_in_the_last_one(monkeypatch, size):
-    monkeypatch.setattr(arrays, "_BLOCK", 4)
-    first = np.arange(1, size + 1, dtype=np.float32)
-    second = first.copy()
-    second[-1:] += 2
-    far = 2.0 if size else 0.0
-    assert arrays.distance(second, first) == far
-    assert arrays.norm(second) == pytest.approx(np.linalg.norm(second), rel=1e-12)
-    whole = arrays.by_blocks(lambda a, b: a * b, first, second)
-    assert np.array_equal(whole, first.astype(np.float64) * second)
-    gap = gap_of(second, [(1.0, first)])
-    assert gap and (gap.length, gap.num) == (far, size)
-    sizes = [arrays.norm(second), arrays.norm(first)]
-    assert [gap.actual, gap.value] == pytest.approx(sizes, rel=1e-12)
-    assert gap.product == pytest.approx(far * float(np.sum(first[-1:])))
-    if size:
-        factor = np.sum(second * first) / np.sum(first * first)
-        assert arrays.factor_of([second], [first]) == pytest.approx(factor)
-        assert arrays.distance(np.append(first, np.nan), np.append(first, 0)) == np.inf
-        assert arrays.distance(np.append(second, np.inf), np.append(first, np.inf)) == far
-
-
-@pytest.mark.parametrize("family", ["SGD", "Adam"])
-@pytest.mark.parametrize("size", [0, 1, 11])
-def test_a_rule_updates_blocks_as_it_updates_whole_weights(monkeypatch, family, size):
-    monkeypatch.setattr(arrays, "_BLOCK", 4)
-    rule = Rule(family=family, learning_rate=0.1, momentum=0.9, weight_decay=0.01)
-    weight, gradient, state = np.random.default_rng(0).normal(size=(3, size))
-    given = weight, gradient, {"velocity": state, "first_moment": state, "number": 3.0}
-    found, right = _updated_by_blocks(rule, *given), updated(rule, *given)
-    assert found.keys() == right.keys()
-    assert all(np.array_equal(found[role], right[role]) for role in right)

@@ -110,14 +110,6 @@ def test_steps_that_the_reference_lacks_are_not_verified():
     assert verdict.missing == ("the reference lacks steps 1, which were to be recorded",)
 
 
-@pytest.mark.slow
-def test_modules_of_keras_are_not_recorded(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    training = [sys.executable, str(ROOT / "cases" / "programs" / "keras_loop.py")]
-    with pytest.raises(AssertionError, match="modules: cannot be recorded in this framework"):
-        lockstep.assert_same_training(training, {"two": training}, modules=True)
-
-
 def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
     path = tmp_path / "new" / "verify.json"
     with pytest.raises(AssertionError) as failed:

@@ -15,7 +15,7 @@ from lockstep.data.placement import placement_from
 from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
 from lockstep.engine import verify
 from lockstep.engine.verdict import CLEAN, FAULT
-from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
+from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled
 from lockstep.numeric.sampling import Sample, Sampled
 from lockstep.recorders.common import Request, request_of, sample_in
 from lockstep.recorders.parts import members_of
@@ -77,28 +77,6 @@ def test_samples_of_sums_are_sums_of_samples(seed, elements):
     assert norm(scaled(one, -2.0)) == pytest.approx(2 * norm(one))
 
 
-@given(SEEDS, SIZES, st.integers(0, 29), st.floats(1e-3, 1e3))
-def test_one_changed_element_changes_each_sum_by_as_much(seed, elements, number, change):
-    sample, array = Sample(elements, seed=seed), np.zeros((5, 6))
-    array.flat[number] = change
-    assert np.allclose(np.abs(sample.of(array).sums), change)
-    assert not same_bits(sample.of(array), sample.of(np.zeros((5, 6))))
-
-
-def test_the_sums_have_the_norm_and_know_of_each_row():
-    generator = np.random.default_rng(0)
-    array, sample = generator.normal(size=(400, 30)), Sample(16)
-    lengths = [np.linalg.norm(dense(Sample(16, seed=s).of(array))[16:]) for s in range(50)]
-    assert np.mean(np.square(lengths)) == pytest.approx(np.sum(array**2), rel=0.15)
-    touched = {*(sample.places(array.shape) // 30)}
-    for row in {*range(400)} - touched:
-        other = array.copy()
-        other[row] *= 1.01
-        gap = dense(sample.of(other)) - dense(sample.of(array))
-        assert not gap[:16].any()
-        assert np.linalg.norm(gap) > 0.1 * np.linalg.norm(other[row] - array[row])
-
-
 @given(SEEDS, SIZES, st.sampled_from(["", "OI", "IO"]))
 def test_samples_of_parts_add_up_to_that_of_the_whole_in_any_layout(seed, elements, layout):
     """Rows are split over two devices, columns in zigzag over two others."""
@@ -136,18 +114,11 @@ def test_large_models_are_sampled_unless_the_script_chooses():
             Request("own.npz", sample=sample)
 
 
-def test_samples_keep_the_dtype():
-    short = np.linspace(0, 1, 40, dtype=np.float16)
-    assert unit_of(Sample(8).of(short)) == 2.0**-10
-    assert Sample(8).of(short).dtype == np.float16
-    assert not Sample(8).of(np.array([np.nan, *range(9)])).norm > 100
-
-
 # --- Traces --------------------------------------------------------------------------------------
 
 
 @given(SEEDS, SIZES, st.sampled_from(["SGD", "Adam"]), st.sampled_from([1, 2, 4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_right_training_of_samples_is_clean(seed, elements, optimizer, replicas):
     first = Script(optimizer=optimizer, seed=seed % 1000)
     second = Script(optimizer=optimizer, seed=seed % 1000, replicas=replicas, replay=first)
@@ -157,7 +128,7 @@ def test_a_right_training_of_samples_is_clean(seed, elements, optimizer, replica
 
 
 @given(SEEDS, SIZES, st.sampled_from(["SGD", "Adam"]), st.integers(0, 35), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_one_changed_element_is_found_by_samples(seed, elements, optimizer, number, is_later):
     """Of the gradient that an optimizer applies, or of a weight after the update."""
 

@@ -1,7 +1,6 @@
 """Recordings are written while the training runs; one that was not finished says so."""
 
 import concurrent.futures
-import io
 import os
 import subprocess
 import sys
@@ -126,24 +125,6 @@ def test_a_forked_process_that_ends_changes_nothing(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True)
     with zipfile.ZipFile(tmp_path / "one.npz") as file:
         assert file.testzip() is None and len(file.namelist()) == 82
-
-
-def test_a_target_that_cannot_seek_is_written(tmp_path):
-    class Pipe(io.RawIOBase):
-        def writable(self):
-            return True
-
-        def write(self, chunk):
-            written.extend(chunk)
-            return len(chunk)
-
-    written = bytearray()
-    writer = Writer(Pipe())
-    writer["1/data/0/0"], writer["1/data/1/0"] = array(0), array(0)
-    writer["1/loss/0/0"] = np.float32(1)
-    writer.close(trace_samples.trace().about)
-    (tmp_path / "one.npz").write_bytes(written)
-    np.testing.assert_array_equal(load(tmp_path / "one.npz").arrays(0, "data", 1)[0], array(0))
 
 
 def test_several_threads_write_one_file(tmp_path):

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in two programs: small ones, and programs of PyTorch.
+"""Log-probabilities of tokens in two programs.
 
 A model is a matrix here: the logits behind a token are its row, and the head's product with it.
 """
@@ -9,7 +9,6 @@ import pytest
 from lockstep.comparison import compare_traces
 from lockstep.data.trace import WEIGHT, About, Trace, Variable
 from tests.verifier import shown
-from tests.verifier.recorder_scripts import FOLDER, needs, run_script
 
 ROWS_OF_BATCH, LENGTH, WORDS, WIDTH = 3, 10, 12, 8
 DROPOUT = {"name": "drop", "class": "Dropout", "rate": 0.1, "weights": ()}
@@ -84,9 +83,3 @@ def test_other_tokens_are_not_verified():
     verdict = compared({}, {"first_word": 1})
     assert shown(verdict) == "not verified"
     assert verdict.missing == ("no batch has the same tokens in both",)
-
-
-@needs("torch")
-def test_a_trainer_and_a_generator(tmp_path):
-    done = run_script("torch", FOLDER / "torch_tokens.py", tmp_path)
-    assert "all of tokens" in done.stdout, done.stdout + done.stderr[-3000:]

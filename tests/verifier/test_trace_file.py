@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import io
-import json
 import os
 import re
 import struct
@@ -207,14 +206,9 @@ def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
         trace = load(path)
         assert trace.steps == (0, 234) and len(trace.about.variables) == 4
         assert [trace.has(position, "after") for position in (0, 1)] == [number == 1, False]
-        assert trace.arrays(1, "after", 0) and trace.micro_batches(1, 1) == 1
         assert trace.absent(1) == [1] * number
     write_trace(tmp_path / "two.rank0.npz", description | {"replicas": [0]}, {})
     assert "two.npz: has no steps; record it again" in refusal(path)
-    description |= {"steps": [1], "settings": [], "micro_batches": [], "replicas": [0]}
-    write_trace(tmp_path / "two.rank0.npz", description, {})
-    write_trace(tmp_path / "two.rank1.npz", about(replicas=[1]), arrays(replicas=(1,)))
-    assert "'steps' of" in refusal(path)
 
 
 # --- Which files ---------------------------------------------------------------------------------
@@ -337,13 +331,10 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "compressed": (lambda path: write_trace(path, save=np.savez_compressed),
                    "has a compressed member 'about.npy'; record it again, without"),
     "bomb": (patched(24, 2**20), "has fewer bytes than its index says"),
-    "long": (patched(24, 141), "has a compressed member"),
-    "bomb behind a method": (patched(10, 8), "has a compressed member"),
     "other name": (patched(42, 0), "differ"),
     "bit": (flipped, "Bad CRC-32 for file '2/after/1/2.npy'"),
     "object": (with_array("1/data/0/0", np.array([{}], object)), "has dtype '|O' in 1/data"),
     "big-endian": (with_array("1/data/0/0", np.zeros(2, ">f4")), "has dtype '>f4'"),
-    "text": (with_array("1/loss/0/0", np.array("1")), "has dtype '<U1'"),
     "text without a name": (
         lambda path: write_trace(path, about(aliases={"1/loss/0/0": "1/kept/0/0"}),
                                  arrays() | {"1/kept/0/0": np.array("1")}),
@@ -353,12 +344,9 @@ WRONG = {  # What writes a file, and a part of its refusal.
         b"\x93NUMPY\x01\x00\x47\x00{'descr': '<U999999999', 'fortran_order': False, 'shape': (), }"
         .ljust(80) + b"\n"), "has dtype '<U999999999'"),
     "code": (header("(__import__('os').getpid(),)"), "a header that no trace has in 1/data"),
-    "keys of a header": (header("(2,), 'x': 0"), "a header that no trace has in 1/data"),
     "no number of rows": (header("(False,)"), "a header that no trace has in 1/data"),
     "more elements": (header("(0, 4611686018427387904)"), "a header that no trace has"),
-    "many axes": (header(f"({'1,' * 33})"), "a header that no trace has in 1/data"),
     "bytes": (header("(3,)"), "has 128 of 140 bytes"),
-    "negative": (header("(-1, 0)"), "a header that no trace has in 1/data"),
     "position": (with_array("0/loss/0/0", np.ones(1)), "has arrays 0/loss/0, which"),
     "many axes of a mesh": (described(mesh={f"a{i}": 1 for i in range(17)}),
                             "mesh of 'about' must be of at most 16 axes"),
@@ -369,30 +357,21 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "shape": (with_array("1/before/1/1", np.ones(3)), "has shape (3,) in 1/before/1/1, and"),
     "no rows": (with_array("1/raw/0/2/rows", None), "has wrong rows in 1/raw/0/2"),
     "rows and all": (with_array("1/raw/0/2", np.ones((5, 2))), "has wrong rows in 1/raw/0/2"),
-    "count": (with_array("1/raw/0/2/rows", np.array(6)), "has shape (6, 2) in 1/raw/0/2"),
     "real rows": (with_array("1/raw/0/2/indices", np.ones(3)), "has wrong rows in"),
-    "few rows": (with_array("1/raw/0/2/indices", np.array([4, 0])), "has wrong rows in"),
     "row": (with_array("1/raw/0/2/indices", np.array([0, 5, 1])), "a row outside of 0 to 4"),
-    "row -1": (with_array("1/raw/0/2/indices", np.array([0, -1, 1])), "outside of 0 to 4"),
     # The description.
     "no text": (saved(about=np.array(b"{}")), "has an 'about' that is not one text"),
-    "texts": (saved(about=np.array([json.dumps(about())])), "'about' that is not one text"),
     "no JSON": (saved(about=np.array("{")), "has an 'about' that is not JSON text"),
     "deep": (described(x=eval("[" * 60 + "]" * 60)), "has deep nesting"),
     "large number": (described(num_replicas=10**40), "more than 64 bits in 'about'"),
     "control": (described(framework="a\nb"), r"has the text 'a\nb' in 'about'; texts"),
-    "control in a key": (described(**{"\x1b[31m": 1}), r"has the text '\x1b[31m'"),
-    "long text": (described(framework="x" * 3000), "in 'about'; texts must be printable"),
     "format": (described(format="lockstep recording 1"), "is not a trace"),
     "version": (described(version=3, steps="all"), "has the format version 3, and this version"),
     "missing": (described(variables=[{"kind": "weight"}]), "variables[0].name of 'about' is miss"),
-    "no number": (described(num_replicas="2"), "num_replicas of 'about' is '2', must be a whole"),
     "no object": (described(settings=[[], [1]]), "settings[1][0] of 'about' is 1, must be an obj"),
     "a text": (described(versions={"torch": 2}), "versions.torch of 'about' is 2, must be a text"),
     "alias": (described(aliases={"1/data/0/1": "1/data/0/7"}), "has a wrong alias '1/data/0/1'"),
-    "alias of a name": (described(aliases={"a": "1/data/0/0"}), "has a wrong alias 'a'"),
     "no replica": (described(num_replicas=0), "num_replicas of 'about' must be from 1"),
-    "many replicas": (described(num_replicas=10**7), "num_replicas of 'about' must be from 1"),
     "equal replicas": (described(replicas=[0, 0]), "'about' must be different numbers"),
     "replica 2 of 2": (described(replicas=[0, 2]), "replicas of 'about' must be from 0 to 1"),
     "shard of replica 2": (described(shards=[[0, 1], [2, 1]]), "must be from 0 to 1"),
@@ -400,18 +379,15 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "no steps": (described(steps=[], settings=[], micro_batches=[]), "has no steps; record it"),
     "a step twice": (described(steps=[3, 3]), "whole numbers from 0, in ascending order"),
     "no framework": (described(framework=""), "framework of 'about' must be a name"),
-    "no name": (variable(name=""), "variables of 'about' must be of names"),
     "kind": (variable(kind="bias"), "variables of 'about' must be of the kinds weight, statistic"),
     "no weight": (variable(of="other"), "variables of 'about' must be of weights"),
     "a weight twice": (variable(name="dense/bias"), "variables of 'about' must be of unique"),
     "gradient of state": (described(gradients=["m/kernel"]), "must be names of weights"),
-    "a gradient twice": (described(gradients=["dense/bias"] * 2), "must be different names"),
     "reduction": (described(reduction="average"), "reduction of 'about' must be ''"),
     "settings of one step": (described(settings=[[]]), "settings of 'about' must be one list of"),
     "momentum": (group(momentum=True), "momentum in settings of 'about' must be a number"),
     "weights": (group(weights="all"), "weights in settings of 'about' must be names of weights"),
     "layer": (described(layers=[{"class": "b"}]), "layers of 'about' must be names, classes and"),
-    "no micro-batch": (described(micro_batches=[1, 0]), "micro_batches of 'about' must be whole"),
     "many micro-batches": (described(micro_batches=[1, 2**31 - 1]), "must be whole numbers from 1"),
     "call": (described(calls=[["backward", "clip norm"], []]), "must be 'clip norm 1'"),
     "kind of clipping": (described(calls=[["clip size 1"], []]), "must be 'clip norm 1'"),

@@ -5,7 +5,6 @@ import itertools
 import json
 import pathlib
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,6 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
-from lockstep.recorders.jax.scans import joined
-from lockstep.recorders.jax.trees import weights_of
 from recording import Trace
 
 
@@ -81,31 +78,30 @@ def check_about(about):
 
 def write_torch_trace():
     """Writes a recording of the same weights in PyTorch's form: transposed, with other names."""
-    with np.load("one.npz") as one:
-        about = json.loads(str(one["about"]))
-        about |= {"framework": "torch", "variables": [], "gradients": []}
-        about |= {"settings": [], "aliases": {}}
-        arrays = {}
-        weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
-        for index, (name, layout, source) in enumerate(reversed(weights)):
-            about["variables"].append({"name": name, "kind": "weight", "layout": layout})
-            for position in (1, 2, 3):
-                arrays[f"{position}/before/0/{index}"] = one[f"{position}/before/0/{source}"].T
-        np.savez("torch.npz", about=np.array(json.dumps(about)), **arrays)
+    one, arrays = Trace("one"), {}
+    about = one.about | {"framework": "torch", "variables": [], "gradients": []}
+    about |= {"settings": [], "aliases": {}}
+    weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
+    for index, (name, layout, source) in enumerate(reversed(weights)):
+        about["variables"].append({"name": name, "kind": "weight", "layout": layout})
+        for position in (1, 2, 3):
+            arrays[f"{position}/before/0/{index}"] = one.get(position, "before")[source].T
+    np.savez("torch.npz", about=np.array(json.dumps(about)), **arrays)
 
 
 def case_replay():
     """The state of the other trace is loaded; permuted examples are the same ones."""
     one, two = shard_map_step(1, noise=0), shard_map_step(2, noise=0)
-    record("one", one)
+    given = {"run": partial(loop, end=4), "steps": [0, 2, 3]}
+    record("one", one, **given)
     write_torch_trace()
-    record("two", two)
-    record("replayed", two, replay="one.npz")
-    record("permuted", two, replay="one.npz", permute=5)
-    record("of_torch", two, replay="torch.npz", names={"a/bias": "a.bias"})
-    refused(r"one.npz: lacks steps \[1\]; it has \[0, 2, 4\]$", two, replay="one.npz", steps=[0, 1])
+    record("two", two, **given)
+    record("replayed", two, **given, replay="one.npz")
+    record("permuted", two, **given, replay="one.npz", permute=5)
+    record("of_torch", two, **given, replay="torch.npz", names={"a/bias": "a.bias"})
+    refused(r"one.npz: lacks steps \[1\]; it has \[0, 2, 3\]$", two, replay="one.npz", steps=[0, 1])
     refused("replay=none.npz: does not exist", two, replay="none.npz")
-    unmatched = {"replay": "torch.npz", "names": {"a/kernel": "b.weight"}}
+    unmatched = {"steps": 1, "replay": "torch.npz", "names": {"a/kernel": "b.weight"}}
     refused(r"no weight fits a/kernel \(5, 7\); it has b.weight \(2, 7\)", two, **unmatched)
     names = ("one", "two", "replayed", "permuted", "of_torch")
     one, two, replayed, permuted, of_torch = map(Trace, names)
@@ -131,13 +127,14 @@ def case_replay():
 
 def case_pmap():
     """A step is recorded without its axis of devices."""
-    run = partial(loop, stack=2)
-    assert is_equal(record("two", pmap_step, run, pmap=True), run(pmap_step))
-    record("one", pmap_step, partial(loop, stack=1), pmap=True, replay="two.npz")
-    record("permuted", pmap_step, run, pmap=True, replay="two.npz", permute=5)
+    run, given = partial(loop, stack=2, end=4), {"pmap": True, "steps": [0, 2, 3]}
+    assert is_equal(record("two", pmap_step, run, **given), run(pmap_step))
+    record("one", pmap_step, partial(run, stack=1), **given, replay="two.npz")
+    record("permuted", pmap_step, run, **given, replay="two.npz", permute=5)
     no_axis = r"^pmap: batch of shape \(8, 5\) has no axis of devices; "
     refused(no_axis, shard_map_step(2), pmap=True)
-    record("none", pmap_step_of_one_copy, partial(run, one_copy=True), pmap=("batch", "key"))
+    given["pmap"] = "batch", "key"
+    record("none", pmap_step_of_one_copy, partial(run, one_copy=True), **given)
     two, one, permuted, none = map(Trace, ("two", "one", "permuted", "none"))
     for position, kind in itertools.product((1, 2, 3), ("before", "raw", "after", "data")):
         assert is_close(none.get(position, kind, 1)[:6], two.get(position, kind, 1)[:6])
@@ -188,36 +185,6 @@ def case_jit():
         assert two.get(position, "data", 1)[0].shape == (4, 5)
 
 
-def case_mesh():
-    """Each device's part is recorded if weights are split over an axis of the mesh."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
-    options = {"arguments": WITHOUT_KEY, "steps": 3}
-    run = partial(mesh_loop, mesh=mesh)
-    assert is_equal(record("four", mesh_step(mesh), run, **options), run(mesh_step(mesh)))
-    trace = Trace("four")
-    about, placements = trace.about, trace.about["placements"]
-    assert about["computed_in"] == ""
-    assert (about["mesh"], about["data_axes"]) == ({"data": 2, "model": 2}, ["data"])
-    assert (about["ranks"], about["num_replicas"]) == ([0, 1, 2, 3], 2)
-    kinds = {key.split("/")[0] for key in placements}
-    assert kinds == {"before", "after", "raw", "sums"} and "replicas" not in about
-    for kind in kinds:
-        texts = [placements[f"{kind}/{index}"] for index in range(3)]
-        assert texts == ["d0[model]", "d0 d1[model]", "d0[model] d1"]
-    for position in (1, 2, 3):
-        for kind in kinds:
-            assert [a.shape for a in trace.get(position, kind, 3)][:3] == [(3,), (5, 3), (3, 2)]
-        first, second, third, fourth = (trace.get(position, "raw", rank) for rank in range(4))
-        assert is_close(trace.get(position, "sums", 1), mean(second, fourth))
-        assert not is_close(first, third) and not is_close(first, second)
-        rows = [trace.get(position, "data", rank)[0] for rank in range(4)]
-        assert is_equal(rows[::2], rows[1::2]) and not np.array_equal(rows[0], rows[2])
-    record("again", mesh_step(mesh), run, **options, replay="four.npz")
-    again = Trace("again")  # Each device has its part of the arrays that are put together.
-    for position, rank in itertools.product((1, 2, 3), range(4)):
-        assert is_equal(again.get(position, "before", rank), trace.get(position, "before", rank))
-
-
 def case_steps_of_libraries():
     """`nnx.jit` is refused in one line; a compiled step without a tree of inputs is recorded."""
 
@@ -243,40 +210,6 @@ def case_steps_of_libraries():
     refused(r"^the step of nnx\.jit changes its arguments.* and returns nnx\.state$", Step(step))
 
 
-def case_weights_of_state():
-    """State belongs to the weight in whose place it is in a tree that mirrors the weights."""
-
-    class Moments(NamedTuple):
-        count: str
-        mu: Any
-        nu: Any
-
-    listed, named = ["0", "1", "2"], {"a": {"b": "a/b"}, "b": "b"}
-    shape = (3,)
-    for weights, state, expected in (
-        (listed, Moments("c", ["m0", "m1", "m2"], ["n0", "n1", "n2"]),
-            {f"{slot[0]}{i}": (str(i), slot) for i in range(3) for slot in ("mu", "nu")}),
-        (listed, [("m0", "v0"), ("m1", "v1"), ("m2", "v2")],
-            {f"{s}{i}": (str(i), str("mv".find(s))) for i in range(3) for s in "mv"}),
-        (listed, ["m0", "m1", "m2"], {f"m{i}": (str(i), "") for i in range(3)}),
-        # A list in the order of nothing that is known, and two rates beside two weights.
-        (named, ["m0", "m1"], {}),
-        (("0", "1"), ("c", "c2"), {}),
-        # A mask leaves weights out, as Optax does; a chain has other states beside.
-        (named, ((), Moments("c", {"a": {"b": "m0"}, "b": ()}, {"a": {"b": ()}, "b": "v1"})),
-            {"m0": ("a/b", "mu"), "v1": ("b", "nu")}),
-        # Two models have a state each.
-        ({"g": {"w": "g/w"}, "d": {"w": "d/w", "b": "d/b"}},
-            {"g": ("c", {"w": "m0"}), "d": ("c2", {"w": "m1", "b": "m2"})},
-            {"m0": ("g/w", "1"), "m1": ("d/w", "1"), "m2": ("d/b", "1")}),
-        ("0", Moments("c", "m0", "v0"), {"m0": ("0", "mu"), "v0": ("0", "nu")}),
-        ({}, Moments("c", {}, {}), {}),
-    ):  # fmt: skip
-        names = jax.tree.leaves((weights, state))
-        shapes = {name: () if name.startswith("c") else shape for name in names}
-        assert weights_of(weights, state, shapes, shapes) == expected, (weights, state)
-
-
 def case_rounding_of_products():
     """A compiled step says to which dtype its products round, on each platform."""
     x, found = jnp.ones((2, 2)), {}
@@ -296,42 +229,33 @@ def scanned_step(order, devices=1):
     Args:
         order: "rows": parts are neighbours. "columns": they are not, and the step keeps them.
             "whole": the loss of all parts is differentiated at once, and each part checkpointed.
-            "each": examples are computed one by one. "once": without parts.
+            "once": without parts.
         devices: their number.
     """
 
-    def outputs_of(params, x):
-        if order == "once":
-            x = record_jax.module("inputs", x)  # By which no gradient is computed.
+    def loss_fn(params, x, y):
         h = record_jax.module("hidden", jnp.tanh(x @ params["a"]["kernel"] + params["a"]["bias"]))
 
         def layer(h, scale):
             return record_jax.module("deep", jnp.tanh(h * scale)), None
 
         h, _ = jax.lax.scan(layer, h, jnp.array([1.0, 1.5]))
-        return record_jax.keep("y_pred", h @ params["b"]["kernel"])
+        return ((record_jax.keep("y_pred", h @ params["b"]["kernel"]) - y) ** 2).mean()
 
-    def loss_fn(params, x, y):
-        return ((outputs_of(params, x) - y) ** 2).mean()
+    def whole(params, parts):
+        def add_loss(total, part):
+            return total + jax.checkpoint(loss_fn)(params, *part), None
+
+        return jax.lax.scan(add_loss, 0.0, parts)[0] / len(parts[0])
 
     def of_parts(params, x, y):
         if order == "once":
             return jax.value_and_grad(loss_fn)(params, x, y)
-        if order == "each":
-            losses, grads = jax.vmap(jax.value_and_grad(loss_fn), (None, 0, 0))(params, x, y)
-            return losses.mean(), jax.tree.map(lambda g: g.mean(0), grads)
         parts = [a.reshape(-1, 2, a.shape[-1]) for a in (x, y)]
         if order == "columns":
             parts = [a.reshape(2, -1, a.shape[-1]).swapaxes(0, 1) for a in (x, y)]
         if order == "whole":
-
-            def whole(params):
-                def add_loss(total, part):
-                    return total + jax.checkpoint(loss_fn)(params, *part), None
-
-                return jax.lax.scan(add_loss, 0.0, parts)[0] / len(parts[0])
-
-            return jax.value_and_grad(whole)(params)
+            return jax.value_and_grad(whole)(params, parts)
 
         def add(total, part):
             part = record_jax.keep("data", part) if order == "columns" else part
@@ -353,18 +277,17 @@ def scanned_step(order, devices=1):
 
 def case_scans():
     """What is kept in each iteration of a scan is that of one call with all examples, in order."""
-    given = {"arguments": WITHOUT_KEY, "steps": 1}
-    plain = loop(scanned_step("rows"))
-    orders = ("once", "rows", "columns", "whole", "each")
+    given = {"arguments": WITHOUT_KEY, "steps": 1, "run": partial(loop, end=1)}
+    plain = loop(scanned_step("rows"), end=1)
+    orders = {"once": 1, "rows": 4, "columns": 4, "whole": 1}  # Times of the loss of a part.
     bits = {order: record(order, scanned_step(order), **given) for order in orders}
     assert is_equal(bits["rows"], plain)
     once = Trace("once")
     (x, y), (right,), (gradient,) = (once.get(1, kind) for kind in ("data", "y_pred", "y_grad"))
-    assert once.about["modules"] == ["inputs", "hidden", "deep[0]", "deep[1]"]
-    deep = once.get(1, "module_out")[1:]
-    assert len(deep) == 3 and is_close(deep[2:], [np.tanh(1.5 * deep[1])])
-    assert [*once.kind("module_out_grad")] == ["1", "2", "3"]
-    for order, times in {"rows": 4, "columns": 4, "whole": 1, "each": 8}.items():
+    hidden, first, second = once.get(1, "module_out")
+    assert once.about["modules"] == ["hidden", "deep[0]", "deep[1]"]
+    assert is_close([second], [np.tanh(1.5 * first)])
+    for order, times in orders.items():
         trace = Trace(order)
         (outputs,), (own,), data = (trace.get(1, k) for k in ("y_pred", "y_grad", "data"))
         # Parts that are no neighbours are kept in their own order.
@@ -372,51 +295,14 @@ def case_scans():
         assert sorted(places) == [*range(8)] and (places != [*range(8)]) == (order == "columns")
         assert is_equal([y[places]], data[1:])
         assert is_close([outputs, own], [right[places], times * gradient[places]])
-        assert trace.about["modules"] == once.about["modules"][1:]
-        assert is_close(trace.get(1, "module_out"), [out[places] for out in deep])
+        expected = [out[places] for out in (hidden, first, second)]
+        assert is_close(trace.get(1, "module_out"), expected)
         assert is_close(trace.get(1, "sums"), once.get(1, "sums"))
-    # Calls with single examples have no rows.
-    assert is_equal(joined([[row] for row in x], len(x)), [x])
-    assert len(joined([[row] for row in x], len(x) + 1)) == len(x)
     two = scanned_step("rows", devices=2)
     record("two", two, **given, replay="once.npz")
     assert [a.shape for a in Trace("two").get(1, "y_pred", 1)] == [(4, 2)]
     verdict = compare("once.npz", "two.npz")
     assert verdict.status == "clean", str(verdict)
-
-
-def case_carried_state():
-    """What the step takes and returns is recorded, also if it has no name."""
-    options = {"arguments": WITHOUT_KEY, "outputs": {**OUTPUTS, "loss": 4}, "steps": 3}
-    bits = record("one", averaged_step, averaged_loop, **options)
-    assert is_equal(bits, averaged_loop(averaged_step))
-    trace = Trace("one")
-    names = [v["name"] for v in trace.about["variables"]]
-    assert names[3:7] == ["state/a/bias", "state/a/kernel", "state/b/kernel", "state/5"]
-    before, after = trace.get(2, "before"), trace.get(2, "after")
-    assert (before[6], after[6]) == (1, 2)
-    expected = [0.9 * a + 0.1 * p for a, p in zip(before[3:6], after[:3], strict=True)]
-    assert is_close(after[3:6], expected)
-
-
-STEP_OF_ROWS = {
-    "arguments": {"params": 0, "batch": (1, 2)}, "outputs": {"params": 0, "loss": 1},
-    "optimizer": {"class": "SGD", "learning_rate": 0.1}, "steps": 3,
-}  # fmt: skip
-
-
-def case_parts_that_are_kept():
-    """Rows of gradients are put together, or left out with a line; they are never refused."""
-    record("one", scattering_step(1, ROWS), scattering_loop, **STEP_OF_ROWS)
-    for specs in (ROWS, None):
-        step = scattering_step(2, specs)
-        record("two", step, scattering_loop, replay="one.npz", **STEP_OF_ROWS)
-        shapes = [a.shape for a in Trace("two").get(1, "sums", 1)]
-        assert shapes == ([(4,), (4, 6)] if specs else [])
-        verdict = compare("one.npz", "two.npz")
-        assert verdict.ok, str(verdict)
-        left_out = "it has shape (2,) for a, which has (4,)" in " ".join(verdict.notes)
-        assert left_out == (specs is None)
 
 
 def case_errors():

@@ -1,4 +1,4 @@
-"""Trains a small model, recorded with samples: FILE [plain|shards|pmap|mesh|large] [BUG] [REPLAY].
+"""Trains a small model, recorded with samples: FILE [plain|shards|mesh|large] [BUG] [REPLAY].
 
 The mesh splits the weights of both layers, the embedding and their state over "model".
 """
@@ -83,11 +83,6 @@ def main(path, kind="plain", bug="", replay=None):
         specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": (P(), P(), P())}
         step = jax.jit(jax.shard_map(step_of(bug, "data"), mesh=mesh, **specs, check_vma=False))
         batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
-    elif kind == "pmap":
-        step = jax.pmap(step_of(bug, "d"), axis_name="d", devices=jax.devices()[:2])
-        params, state = jax.tree.map(lambda x: np.stack([x, x]), (params, state))
-        batch = [x.reshape(2, 32, *x.shape[1:]) for x in batch]
-        options["pmap"] = True
     elif kind == "mesh":
         mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "model"))
         split = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}

@@ -9,7 +9,6 @@ from functools import partial
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -118,74 +117,7 @@ def jit_step(name, state, examples, *, key):
     return State(params, moments, stats), {"loss": loss}
 
 
-SPECS = {"a": {"kernel": P(None, "model"), "bias": P("model")}, "b": {"kernel": P("model")}}
-
-
-def mesh_step(mesh):
-    """Returns a step whose hidden features are split over "model", and examples over "data"."""
-    specs = {"in_specs": (SPECS, SPECS, P("data"), P("data")), "out_specs": (SPECS, SPECS, P())}
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, check_vma=False, **specs)
-    def step(params, velocity, x, y):
-        whole, key = partial(jax.lax.psum, axis_name="model"), jax.random.key(0)
-        loss, grads = value_and_grad(params, x, y, key, 0, whole)
-        grads = record_jax.keep("raw", grads)
-        grads = record_jax.keep("sums", jax.lax.pmean(grads, "data"), SPECS)
-        loss = record_jax.keep("loss", loss)
-        return *update(params, velocity, grads), jax.lax.pmean(loss, "data")
-
-    return step
-
-
-@jax.jit
-def averaged_step(params, velocity, x, y, averages, count):
-    """Also returns averages of weights and a counter."""
-    loss, grads = value_and_grad(params, x, y, jax.random.key(0))
-    params, velocity = update(params, velocity, record_jax.keep("sums", grads))
-    averages = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, averages, params)
-    return params, velocity, averages, count + 1, loss
-
-
-ROWS = {"a": P("data"), "b": P("data")}
-
-
-def scattering_step(num_devices, specs):
-    """Returns a step that scatters gradients, keeps the rows of a device, and gathers them."""
-
-    def step(params, x, y):
-        def loss_fn(params):
-            return jnp.mean((jnp.tanh(x[:, :4] + params["a"]) @ params["b"] - y[:, :1]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        rows = jax.tree.map(lambda g: jax.lax.psum_scatter(g, "data", tiled=True), grads)
-        rows = record_jax.keep("sums", jax.tree.map(lambda g: g / num_devices, rows), specs)
-        grads = jax.tree.map(lambda g: jax.lax.all_gather(g, "data", tiled=True), rows)
-        record_jax.keep("clipped", jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)]))
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return params, jax.lax.pmean(loss, "data")
-
-    given = {"in_specs": (P(), P("data"), P("data")), "out_specs": (P(), P())}
-    mesh = mesh_of(num_devices, "data")
-    return jax.jit(jax.shard_map(step, mesh=mesh, **given, check_vma=False))
-
-
 # --- Loops -------------------------------------------------------------------------------------
-
-
-def averaged_loop(step):
-    params, count, velocity, averages = init(), np.int32(0), zeros(), zeros()
-    for number in range(3):
-        given = params, velocity, *batch(number), averages, count
-        params, velocity, averages, count, loss = step(*given)
-    return leaves_of(params, averages, loss)
-
-
-def scattering_loop(step):
-    params = {"a": jnp.arange(4.0) / 4, "b": jnp.ones((4, 6)) / jnp.arange(1.0, 7)}
-    for number in range(3):
-        params, _ = step(params, *batch(number))
-    return leaves_of(params)
 
 
 def leaves_of(*trees):
@@ -219,20 +151,6 @@ def jit_loop(step, sharded):
             examples = jax.device_put(examples, NamedSharding(mesh_of(2), P("d")))
         state, _ = step("a name", state, examples, key=jax.random.key(number))
     return leaves_of(state)
-
-
-def mesh_loop(step, mesh):
-    params = init()
-    params["a"] = {"kernel": params["a"]["kernel"][:, :6], "bias": params["a"]["bias"][:6]}
-    params["b"] = {"kernel": params["b"]["kernel"][:6]}
-    sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    params, velocity = (
-        jax.tree.map(jax.device_put, tree, sharding) for tree in (params, zeros(params))
-    )
-    for number in range(4):
-        examples = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in batch(number)]
-        params, velocity, loss = step(params, velocity, *examples)
-    return leaves_of(params, velocity, loss)
 
 
 # --- Recordings --------------------------------------------------------------------------------

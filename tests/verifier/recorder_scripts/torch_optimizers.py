@@ -1,14 +1,11 @@
 """Cases of PyTorch: rules of optimizers, several optimizers and models, averages of weights."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
-import dataclasses
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lockstep import compare, record_torch
+from lockstep import compare
 from lockstep.oracles.rules import rule_of, updated
 from recording import Trace
 from torch_training import *
@@ -63,95 +60,26 @@ def in_bfloat16(array):
     return torch.tensor(array).bfloat16().double().numpy()
 
 
-def train_with_muon(name, adjust_lr_fn, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 4, bias=False), nn.Linear(4, 5, bias=False))
-    optimizer = torch.optim.Muon(model.parameters(), 0.02, 1.0, adjust_lr_fn=adjust_lr_fn)
-
-    def steps_of(model, optimizer, step):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        F.mse_loss(model(x.flatten(1)), y).backward()
-        optimizer.step()
-
-    train(model, optimizer, f"{name}.npz", steps_of, 3, **options)
-    return Trace(name)
-
-
 def case_muon():
-    """What it computes is its rule; another scale of its learning rate is another update."""
-    for scale, other in (("original", "match_rms_adamw"), ("match_rms_adamw", "original")):
-        trace = train_with_muon("muon", scale)
+    """What it computes is its rule, with either scale of its learning rate."""
+    for scale in ("original", "match_rms_adamw"):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4, bias=False), nn.Linear(4, 5, False))
+        optimizer = torch.optim.Muon(model.parameters(), 0.02, 1.0, adjust_lr_fn=scale)
+        train(model, optimizer, "muon.npz", plain, 3)
+        trace = Trace("muon")
         (group,) = trace.about["settings"][2]
         rule = rule_of(trace.about["optimizer"], group)
         assert (rule.family, rule.learning_rate, rule.rate_of_shape) == ("Muon", 0.02, scale)
         before, gradients, after = (trace.kind(kind, 2) for kind in ("before", "clipped", "after"))
-        for name in ("0.weight", "1.weight"):
+        for name in trace.about["gradients"]:
             slot = f"{name}/momentum_buffer"
-            state, moved = {"velocity": before[slot]}, after[name] - before[name]
-            for changes in ({}, {"nesterov": False}, {"ns_steps": 4}, {"weight_decay": 0.1}):
-                own = dataclasses.replace(rule, **changes)
-                found = updated(own, before[name], gradients[name], state, near=in_bfloat16)
-                np.testing.assert_allclose(found["velocity"], after[slot], rtol=1e-5, atol=1e-9)
-                error = np.linalg.norm(found["weight"] - after[name]) / np.linalg.norm(moved)
-                assert (error < 0.05) == (not changes), (changes, error)  # bfloat16: up to 0.024.
-        train_with_muon("same", scale, replay="muon.npz")
-        assert compare("muon.npz", "same.npz").ok
-        train_with_muon("other", other, replay="muon.npz")
-        verdict = compare("muon.npz", "other.npz")
-        assert (node_of(verdict), verdict.place.step) == ("update", 0), str(verdict)
-
-
-def case_nested():
-    """Two recordings at once."""
-    models = [nn.Linear(5, 5), nn.Linear(5, 5)]
-    optimizers, original = [*map(momentum, models)], torch.autograd.backward
-    first, second = (
-        record_torch.record(f"nested{i}.npz", models[i], optimizers[i], steps=[i]) for i in range(2)
-    )
-    with first, second:
-        for _ in range(3):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                model(torch.ones(2, 5)).sum().backward()
-                optimizer.step()
-    assert torch.autograd.backward is original
-    assert [Trace(f"nested{i}").about["steps"] for i in (0, 1)] == [[0], [1]]
-
-
-def in_turns(model, both, step):
-    """Updates one half after each forward pass."""
-    number = step % 2
-    update_part(model, both, number, loss_of(model, step))
-
-
-def in_one_pass(model, both, step):
-    """Updates both halves, one after the other, after one forward pass."""
-    loss = loss_of(model, step)
-    for number in (0, 1):
-        update_part(model, both, number, loss)
-
-
-def update_part(model, both, number, loss):
-    for p in model.parameters():
-        p.grad = None
-    inputs = [*(model.first, model.second)[number].parameters()]
-    torch.autograd.backward(loss, inputs=inputs, retain_graph=True)
-    both[number].step()
-
-
-def case_optimizers_in_turns():
-    """As of a generator and a discriminator."""
-    for steps_of, expected in (
-        (in_turns, [["SGD"], ["AdamW"]] * 2), (in_one_pass, [["SGD", "AdamW"]] * 4),
-    ):  # fmt: skip
-        bits = []
-        for path in (None, "turns.npz"):
-            model = Halves()
-            bits.append(train(model, of_both(model), path, steps_of, given=None, steps=4))
-        assert is_equal(*bits)
-        about = Trace("turns").about
-        kinds = [[group["optimizer"] for group in each] for each in about["settings"]]
-        assert about["steps"] == [0, 1, 2, 3] and kinds == expected
+            found = updated(
+                rule, before[name], gradients[name], {"velocity": before[slot]}, near=in_bfloat16
+            )
+            np.testing.assert_allclose(found["velocity"], after[slot], rtol=1e-5, atol=1e-9)
+            moved = np.linalg.norm(after[name] - before[name])
+            # In bfloat16 the error is up to 0.024.
+            assert np.linalg.norm(found["weight"] - after[name]) < 0.05 * moved
 
 
 def train_in_backward(path, **options):
@@ -183,39 +111,3 @@ def case_optimizers_in_backward():
     train(model, momentum(model), "after.npz", plain, 3, steps=2)
     train_in_backward("again.npz", replay="after.npz")
     assert compare("after.npz", "again.npz").ok
-
-
-def train_adversaries(path, turns, **options):
-    """Updates a critic a number of times, then a generator."""
-    torch.manual_seed(0)
-    made, critic = nn.Linear(5, 8), nn.Linear(8, 1)
-    models = nn.ModuleDict({"made": made, "critics": nn.ModuleList([critic])})
-    optimizers = [torch.optim.Adam(each.parameters(), 0.01) for each in (made, critic)]
-    x, z = torch.randn(6, 4, 8), torch.randn(6, 4, 5)
-    with record_torch.record(path, models, optimizers, **options):
-        for step in range(6):
-            made_ones = made(z[step])
-            for _ in range(turns):
-                optimizers[1].zero_grad()
-                outputs = critic(x[step]), critic(made_ones.detach())
-                (F.softplus(-outputs[0]).mean() + F.softplus(outputs[1]).mean()).backward()
-                optimizers[1].step()
-            optimizers[0].zero_grad()
-            F.softplus(-critic(made_ones)).mean().backward()
-            optimizers[0].step()
-    return [*models.parameters()]
-
-
-def case_several_models():
-    """A step has an update of each optimizer; if one updates twice before, each update is one."""
-    for turns, steps in ((1, [0, 1, 2]), (2, [0, 2, 3])):
-        bits = train_adversaries("turns.npz", turns, steps=3)
-        assert is_equal(bits, train_adversaries(None, turns))
-        trace = Trace("turns")
-        assert trace.about["steps"] == trace.about["asked"] == steps
-        parts = [{name.partition(".")[0] for name in trace.kind("clipped", s)} for s in steps]
-        both = {"made", "critics"}
-        assert parts == ([both] * 3 if turns == 1 else [{"critics"}, {"made"}, {"critics"}])
-    train_adversaries("one.npz", 2, steps=1)
-    assert Trace("one").about["not_updated"] == ["made.weight", "made.bias"]
-    assert compare("one.npz", "one.npz").status == "not verified"

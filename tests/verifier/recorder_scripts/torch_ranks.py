@@ -1,7 +1,6 @@
 """Cases of PyTorch in two processes: DDP, `fully_shard`, and state that is split over both."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
-import contextlib
 import functools
 
 import numpy as np
@@ -13,14 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
-from lockstep.data import file as trace_file
 from recording import Trace
 from torch_training import *
 
 
 def record_one_process():
     train_rows("rows_of_one.npz")
-    train_averaged("averaged_by_one.npz")
 
 
 def ddp(path, model=None, **options):
@@ -31,9 +28,7 @@ def ddp(path, model=None, **options):
 
 def case_ddp():
     replay = {"replay": "ddp.npz"}
-    for path, options in {
-        "ddp.npz": {}, "again.npz": replay, "permuted.npz": {"permute": 1, **replay},
-    }.items():  # fmt: skip
+    for path, options in {"ddp.npz": {}, "permuted.npz": {"permute": 1, **replay}}.items():
         ddp(path, **options)
         dist.barrier()
     assert is_equal(ddp(None, network(0.2)), ddp("bits.npz", network(0.2), steps=[1, 2]))
@@ -51,35 +46,6 @@ def case_ddp():
         assert len(a) == len(b) == 6 and not np.array_equal(a, b)
         assert not np.array_equal(a, permuted.kind("data", step)["0"])
         assert_close(trace.kind("sums", step), permuted.kind("sums", step))
-    assert_equal(trace.arrays, Trace("again").arrays)
-
-
-def case_passes():
-    """How each pass is reduced: not by a call of the module in DDP, nor within `no_sync`."""
-
-    def steps_of(model, optimizer, step):
-        optimizer.zero_grad()
-        for number in range(2):
-            is_sent = step == 0 or (step == 1 and number == 1)
-            with contextlib.nullcontext() if is_sent else model.no_sync():
-                called = model if step else model.module
-                loss_of(called, number, *own_shard()).backward()
-        optimizer.step()
-
-    model = DistributedDataParallel(network())
-    train(model, adamw(model), "passes.npz", steps_of, 3, steps=3)
-    trace = of_all_ranks("passes")
-    passes = [["module", "module"], ["no_sync", "ddp"], ["no_sync", "no_sync"]]
-    assert trace.about["passes"] == passes and trace.about["micro_batches"] == [2, 2, 2]
-    assert len(trace.kind("data")) == 2
-    for step in range(3):
-        assert trace.kind("raw", step) and bool(trace.kind("sums", step)) == (step == 1)
-    assert_equal(trace.kind("raw"), trace.kind("clipped"))
-    assert_close(trace.kind("sums", 1), mean_of_raw(trace, 1))
-    whole = trace_file.load("passes.npz")
-    for replica in range(2):
-        first, second = whole.backward_passes(1, replica)
-        assert_close({n: g + second[n] for n, g in first.items()}, whole.named(1, "raw", replica))
 
 
 # --- Weights and state of which each process has a part ------------------------------------------
@@ -97,9 +63,11 @@ def case_fsdp():
     dist.barrier()
     bits = []
     for path, options in {
-        "fsdp.npz": {}, "fsdp_again.npz": {"replay": "fsdp.npz"},
-        "ddp_fsdp.npz": {"replay": "ddp.npz"}, None: {}, "fsdp_bits.npz": {"steps": [1]},
-    }.items():  # fmt: skip
+        "fsdp.npz": {},
+        "ddp_fsdp.npz": {"replay": "ddp.npz"},
+        None: {},
+        "fsdp_bits.npz": {"steps": [1]},
+    }.items():
         model = network()
         fully_shard(model[4])
         fully_shard(model)
@@ -117,65 +85,9 @@ def case_fsdp():
     assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
     index = trace.about["gradients"].index("4.weight")
     assert about["placements"][f"clipped/{index}"] == "d0[data] d1"
-    assert_equal(trace.arrays, Trace("fsdp_again").arrays)
     for step in range(3):
         assert_close(whole(replayed, "sums", step), original.kind("sums", step))
         assert_equal(original.kind("before", step), whole(replayed, "before", step))
-
-
-def case_passes_of_fsdp():
-    """What each rank computes in each pass, before it is reduced, of steps after one with several.
-
-    In the first step, it is not known that there is one pass only; in others, none is copied.
-    """
-
-    def steps_of(model, optimizer, step):
-        optimizer.zero_grad()
-        for number in range(1 if step == 1 else 2):
-            model.set_requires_gradient_sync(number == 1 or step == 1)
-            loss_of(model, number, *own_shard()).backward()
-        optimizer.step()
-
-    model = Halves()
-    fully_shard(model)
-    train(model, adamw(model), "passes.npz", steps_of, 5, steps=[0, 1, 2, 4])
-    of_all_ranks("passes")
-    trace = trace_file.load("passes.npz")
-    assert [len(trace.backward_passes(position, 0)) for position in range(4)] == [2, 0, 2, 2]
-    own = [each for replica in range(2) for each in trace.backward_passes(0, replica)]
-    assert len(own) == 4
-    for name, total in trace.named(0, "clipped", 0).items():
-        assert_close({name: sum(each[name] for each in own) / 2}, {name: total})
-    first, second = trace.backward_passes(2, 0)
-    assert not first and second.keys() == own[0].keys()
-
-
-def train_averaged(path, keeper=0, share=0.1, **options):
-    """Trains with averages of the weights, in a model and a mapping, which one process keeps."""
-    own, average, mapping = Halves(), Halves(), dict(Halves().state_dict())
-    rank, num = own_shard()
-
-    def steps_of(model, optimizer, step):
-        plain(model, optimizer, step, (rank, num))
-        with torch.no_grad():
-            for name, p in own.named_parameters():
-                average.get_parameter(name).lerp_(p, share)
-                mapping[name] = mapping[name].lerp(p, 0.1)
-
-    model = DistributedDataParallel(own) if num > 1 else own
-    others = {"average": average, "ema": mapping} if rank == keeper else None
-    train(model, adamw(model), path, steps_of, 3, others=others, **options)
-
-
-def case_average_of_one_rank():
-    """One rank may keep the average of the weights, which is compared there."""
-    for keeper, share, node in ((0, 0.1, ""), (1, 0.1, ""), (1, 0.2, "update")):
-        train_averaged("average.npz", keeper, share, replay="averaged_by_one.npz")
-        verdict = of_all_ranks("average") and compare("averaged_by_one.npz", "average.npz")
-        assert node_of(verdict) == node, str(verdict)
-        names = {name.partition(".")[0] for name in verdict.place.tensors} if node else set()
-        assert names == ({"average"} if node else set())
-        dist.barrier()
 
 
 class OwnRows(torch.optim.SGD):
