@@ -1,14 +1,12 @@
-"""What JAX tells of a step without running it: devices, results, and dtype of its products."""
+"""What JAX tells of a step without running it: devices, and dtype of its products."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from lockstep.recorders.jax.arrays import is_array, is_split, plain
-from lockstep.recorders.jax.trees import flatten
+from lockstep.recorders.jax.arrays import is_array, is_split
 
 
 class Lowered:
@@ -34,24 +32,6 @@ class Lowered:
         """Returns the dtype to which its products round, or ""; see `dtype_of`."""
         text = self._lowered.as_text() if self._lowered else ""
         return dtype_of(text, jax.default_backend())
-
-
-def result_of(step: Any, args: Any, kwargs: Any) -> tuple[list[str], list[Any]]:
-    """Returns paths of the arrays of a step's result, and arrays of their shapes and dtypes."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    names = list[str]()
-
-    def arrays_of(given: dict[int, Any]) -> list[Any]:
-        own = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(tree, own)
-        paths, results, _ = flatten(step(*args, **kwargs))
-        names.extend(path for path, leaf in zip(paths, results, strict=True) if is_array(leaf))
-        return [plain(leaf) for leaf in results if is_array(leaf)]
-
-    # Numbers stay as they are: they may be static arguments.
-    given = {index: leaf for index, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
-    shapes = jax.eval_shape(arrays_of, given)
-    return names, [np.broadcast_to(np.zeros((), each.dtype), each.shape) for each in shapes]
 
 
 def dtype_of(text: str, platform: str) -> str:

@@ -10,13 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from lockstep.data.placement import placement_from
 from lockstep.data.trace import WEIGHT
 from lockstep.recorders.jax.keeping import GRADIENTS
-from lockstep.recorders.jax.trees import part_with_structure, weights_of
+from lockstep.recorders.jax.paths import matched
 
 # Starts of names of axes that split the batch alone; another one may split a model's layers, too.
 _DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"
@@ -35,32 +34,33 @@ class GradientsKept:
         self.names, self.left_out = list[str](), dict[str, None]()
 
     def match(
-        self, found: _Columns, kept: Mapping[str, Any], weights: Any, given: Mapping[str, str]
-    ) -> dict[str, str]:
+        self, found: _Columns, kept: Mapping[str, Sequence[str]], weights: Mapping[str, str],
+        given: Mapping[str, str],
+    ) -> dict[str, str]:  # fmt: skip
         """Sorts the gradients of a step by `names`, to which it adds those that are new.
 
         Args:
             found: kind → columns, which changes; [] is that of a weight without a gradient.
-            kept: kind → the tree that the step keeps, with the paths of its arrays.
-            weights: the tree of the weights, with their names; they are the first of "before".
+            kept: kind → the paths of the arrays in the tree that the step keeps.
+            weights: path of a weight → its name; they are the first of "before".
             given: KIND/INDEX → how the arrays of `keep` are parts, where the step says so.
 
         Returns:
             `given` with the indices that the gradients have now.
         """
         placements = {k: text for k, text in given.items() if k.split("/")[0] not in GRADIENTS}
-        known = jax.tree.leaves(weights)
-        shapes = [column[0].shape for column in found["before"][: len(known)]]
+        shapes = [column[0].shape for column in found["before"][: len(weights)]]
         for kind in GRADIENTS:
             if kind not in found:
                 continue
-            own = matched(kept[kind], weights, known)
-            if own is None and (unraveled := _unraveled(found[kind], shapes)):
-                own, found[kind] = known, unraveled
-            if own is None:
-                paths = ", ".join(jax.tree.leaves(kept[kind])[:3])
-                self._leave_out(found, kind, f"its arrays match no weights by structure: {paths}")
+            paths = matched(kept[kind], [*weights])
+            if paths is None and (unraveled := _unraveled(found[kind], shapes)):
+                paths, found[kind] = [*weights], unraveled
+            if paths is None:
+                first = ", ".join(kept[kind][:3])
+                self._leave_out(found, kind, f"its arrays match no weights by structure: {first}")
                 continue
+            own = [weights[path] for path in paths]
             self.names += [name for name in own if name not in self.names]
             columns = dict(zip(own, found[kind], strict=True))
             found[kind] = [columns.get(name, []) for name in self.names]
@@ -148,27 +148,6 @@ def split_of_raw(placements: Mapping[str, str], sizes: Mapping[str, int]) -> set
     """Returns the axes of the mesh that split the gradients of the devices."""
     texts = [text for key, text in placements.items() if key.startswith("raw/")]
     return {axis for text in texts for axis in placement_from(text, sizes).split}
-
-
-def matched(tree: Any, weights: Any, known: Sequence[str]) -> list[str] | None:
-    """Returns the weight of each array in a tree of gradients; None if one is not known.
-
-    A tree may have the structure of the weights, or of one part of them, or hold these in a further
-    tree; a list has one array for each weight, in the order of `jax.tree.leaves(params)`.
-
-    Args:
-        tree: the tree of gradients, with paths in place of its arrays.
-        weights: the tree of the weights, with their names.
-        known: these names.
-    """
-    paths = jax.tree.leaves(tree)
-    if isinstance(tree, list | tuple) and len(tree) == len(paths) == len(known):
-        return [*known]
-    shapes = dict.fromkeys([*paths, *known], (1,))  # A device may have parts of the weights.
-    found = weights_of(weights, tree, shapes, shapes)
-    if len(found) == len(paths):
-        return [found[path][0] for path in paths]
-    return part_with_structure(weights, tree)
 
 
 def _unraveled(columns: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:

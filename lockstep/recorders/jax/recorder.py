@@ -19,19 +19,20 @@ from lockstep.data.trace import (
 )
 from lockstep.recorders.common import DEFAULT_STEPS, Path, Request, rank_path, request_of
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
-from lockstep.recorders.jax.compiled import Lowered, result_of
+from lockstep.recorders.jax.compiled import Lowered
 from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
 from lockstep.recorders.jax.keeping import Kept
-from lockstep.recorders.jax.replicas import Replicas, has_axis
-from lockstep.recorders.jax.trees import (
+from lockstep.recorders.jax.paths import (
+    Shapes,
     carried_paths,
     flatten,
     found_at,
-    names_at,
+    path_of,
     tail,
     weights_of,
     without_role,
 )
+from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
@@ -60,7 +61,7 @@ class Recorder:
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
         self._has_mesh = True  # Until a step has none.
         self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
-        self._weights: Any = None  # The tree of the weights, with their names.
+        self._weights = dict[str, str]()  # Path of a weight → its name.
         self._states: States | None = None
         if request.replay:
             self._states = States("jax", request.replay, request.wanted, request.names)
@@ -108,12 +109,12 @@ class Recorder:
         names, leaves, tree = flatten((args, kwargs), skip=1)
         arrays = {i: plain(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}
         inputs = {r: found_at(names, where, r, arrays) for r, where in self.arguments.items()}
-        inputs = self._with_carried(names, leaves, inputs, args, kwargs)
+        inputs = self._with_carried(names, inputs, args, kwargs)
         lowered = Lowered(self.step, args, kwargs)
         placed = lowered.placed(leaves)
         replicas = Replicas(placed, inputs, self.pmap, self._shardings, has_mesh=self._has_mesh)
         self._has_mesh = bool(replicas.mesh)
-        variables = self._describe(leaves, tree, inputs)
+        variables = self._describe(leaves, inputs)
         self._request.choose_sample(_size_of_weights(leaves, variables))
         found = dict[str, Any]()
         if self._states:
@@ -150,36 +151,28 @@ class Recorder:
         return result
 
     def _with_carried(
-        self, names: list[str], leaves: list[Any], inputs: dict[str, Any], args: Any, kwargs: Any
+        self, names: list[str], inputs: dict[str, Any], args: Any, kwargs: Any
     ) -> dict[str, Any]:
         """Returns the inputs with what the step takes and returns under no name of `arguments`."""
         if self._carried is None:
-            result_names, result = result_of(self.step, args, kwargs)
-            shapes = dict(enumerate(result))
-            outputs = [found_at(result_names, w, r, shapes) for r, w in self.outputs.items()]
-            left = [(names, leaves, inputs.values()), (result_names, result, outputs)]
-            self._carried = carried_paths(*[without_role(*each) for each in left])
-        places = {name: index for index, name in enumerate(names)}
-        found = [(places[own], tail(own) or own) for own in self._carried]
+            given = without_role((args, kwargs), 1, self.arguments.values())
+            returned = jax.eval_shape(
+                lambda: without_role(self.step(*args, **kwargs), 0, self.outputs.values())
+            )
+            self._carried = carried_paths(given, returned)
         known = {name for _, name in inputs.get("state", [])}
+        found = [(names.index(path), tail(path) or path) for path in self._carried]
         found = [(i, names[i] if name in known else name) for i, name in found]
         return inputs | ({"state": [*inputs.get("state", []), *found]} if found else {})
 
-    def _describe(
-        self, leaves: list[Any], tree: Any, inputs: Mapping[str, Any]
-    ) -> list[tuple[int, Own]]:
+    def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[tuple[int, Own]]:
         """Returns index among the leaves, and description, of each variable."""
-        variables, shapes = list[tuple[int, Own]](), dict[str, dict[str, tuple[int, ...]]]()
-        for role in KINDS:
-            skip, pairs = has_axis(self.pmap, role), inputs.get(role, [])
-            shapes[role] = {name: np.shape(plain(leaves[i]))[skip:] for i, name in pairs}
-        args, kwargs = jax.tree.unflatten(tree, range(len(leaves)))
-        places = {str(position): each for position, each in enumerate(args)} | kwargs
-        self._weights, state = (
-            names_at(places, self.arguments.get(role, ()), inputs.get(role, []))
-            for role in ("params", "opt_state")
-        )
-        slots = weights_of(self._weights, state, shapes["params"], shapes["opt_state"])
+        shapes = {
+            role: {n: np.shape(plain(leaves[i]))[has_axis(self.pmap, role) :] for i, n in pairs}
+            for role, pairs in inputs.items()
+        }
+        slots = self._slots(shapes["params"], shapes.get("opt_state", {}))
+        variables = list[tuple[int, Own]]()
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
             shape, dtype = shapes[role][name], np.result_type(plain(leaves[index])).kind
             if dtype == "c":
@@ -187,18 +180,30 @@ class Recorder:
                     f"{name} is complex, which cannot be recorded; keep its real and imaginary part"
                     " as one real array"
                 )
-            weight, slot = (name, "") if role == "params" else ("", name.split("/")[-1])
+            weight, slot = name if role == "params" else "", name.split("/")[-1]
             entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
             entry |= {"kind": KINDS[role]}
             if role == "state" and dtype in "iub":  # A counter, as of steps.
                 entry |= {"kind": STATE, "of": "", "slot": slot}
             if role == "opt_state":
-                weight, slot = slots.get(name, (weight, slot))
+                weight, slot = slots.get(name, ("", slot))
                 entry |= {"of": weight, "slot": slot or "momentum"}
             entry["layout"] = self.layouts.get(len(shape), "") if weight else ""
             variables.append((index, Own(entry, shape, dtype)))
         self._about["variables"] = [own.about for _, own in variables]
         return variables
+
+    def _slots(self, weights: Shapes, states: Shapes) -> dict[str, tuple[str, str]]:
+        """Returns state → its weight and slot, by names; notes the paths of the weights."""
+        self._weights, paths = (
+            {path_of(name, self.arguments[role], role): name for name in own}
+            for role, own in (("params", weights), ("opt_state", states))
+        )
+        found = weights_of(
+            {path: weights[name] for path, name in self._weights.items()},
+            {path: states[name] for path, name in paths.items()},
+        )
+        return {paths[path]: (self._weights[of], slot) for path, (of, slot) in found.items()}
 
     def _load(
         self, number: int, leaves: list[Any], variables: list[tuple[int, Own]], has_keys: bool
@@ -224,7 +229,7 @@ class Recorder:
         about["steps"].append(number)
         about["settings"].append([settings])
         kept = self._kept
-        given = self._gradients.match(found, kept.trees, self._weights, kept.placements)
+        given = self._gradients.match(found, kept.paths, self._weights, kept.placements)
         if not replicas.mesh and len(replicas.local) == replicas.number:
             states = zip(about["variables"], found["before"], strict=True)
             shapes = {v["name"]: column[0].shape for v, column in states if v["kind"] == WEIGHT}

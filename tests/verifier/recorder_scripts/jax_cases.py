@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.paths import flatten, weights_of
 from lockstep.recorders.jax.scans import joined
-from lockstep.recorders.jax.trees import weights_of
 from recording import Trace
 
 
@@ -244,7 +244,7 @@ def case_steps_of_libraries():
 
 
 def case_weights_of_state():
-    """State belongs to the weight in whose place it is in a tree that mirrors the weights."""
+    """State belongs to the weight whose path is a part of its own."""
 
     class Moments(NamedTuple):
         count: str
@@ -272,9 +272,14 @@ def case_weights_of_state():
         ("0", Moments("c", "m0", "v0"), {"m0": ("0", "mu"), "v0": ("0", "nu")}),
         ({}, Moments("c", {}, {}), {}),
     ):  # fmt: skip
-        names = jax.tree.leaves((weights, state))
-        shapes = {name: () if name.startswith("c") else shape for name in names}
-        assert weights_of(weights, state, shapes, shapes) == expected, (weights, state)
+        by_path = [dict(zip(*flatten(tree)[:2], strict=True)) for tree in (weights, state)]
+        known, own = by_path
+        shapes = [
+            {path: () if name.startswith("c") else shape for path, name in names.items()}
+            for names in by_path
+        ]
+        found = {own[p]: (known[w], slot) for p, (w, slot) in weights_of(*shapes).items()}
+        assert found == expected, (weights, state, found)
 
 
 def case_rounding_of_products():
