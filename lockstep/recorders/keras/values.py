@@ -25,10 +25,15 @@ def tensor_of(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def to_numpy_dtype(value: Any) -> tf.Tensor:
-    """Returns a tensor, or a variable's value; bfloat16, which NumPy cannot save, as float32."""
+def tensors_of(value: Any) -> list[tf.Tensor]:
+    """Returns a tensor, or a variable's value; of a gradient of rows values, indices and size.
+
+    bfloat16, which NumPy cannot save, becomes float32.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        return [*tensors_of(value.values), value.indices, value.dense_shape[0]]
     tensor = tf.convert_to_tensor(tensor_of(value))
-    return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+    return [tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor]
 
 
 def is_seed(variable: keras.Variable) -> bool:
