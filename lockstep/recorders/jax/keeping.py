@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import copied, host, placement_of, plain
+from lockstep.recorders.jax.devices import Replicas
 from lockstep.recorders.jax.paths import flatten
-from lockstep.recorders.jax.replicas import Replicas
 from lockstep.recorders.jax.scans import (
     Calls,
     in_groups,
@@ -33,14 +33,15 @@ class Kept:
 
     Attributes:
         paths: kind → the paths of the arrays in the tree that is kept.
+        texts: kind → how each is part of a whole one, where the step says so.
         modules: names of the parts of the model, in the order of their calls.
-        placements: "KIND/INDEX" → how an array is part of a whole one.
+        placements: "KIND/INDEX" → the same, for what is no gradient.
     """
 
     def __init__(self) -> None:
         self.paths, self.modules = dict[str, list[str]](), list[str]()
         self.placements = dict[str, str]()
-        self._traced, self._texts = list[str](), dict[str, list[str]]()
+        self._traced, self.texts = list[str](), dict[str, list[str]]()
         self._received = dict[tuple[str, int], list[Any]]()
 
     @property
@@ -119,9 +120,9 @@ class Kept:
         times = {name: len(kept[kind]) for name, kind in outputs.items() if kind in kept}
         calls = of_scans(self._traced, times)
         self.modules = [f"{name}[{i}]" if times.get(name, 1) > 1 else name for name, i in calls]
-        kinds, texts = ("module_out", "module_out_grad"), self._texts
+        kinds, texts = ("module_out", "module_out_grad"), self.texts
         found = {kind: x for kind, x in kept.items() if not kind.startswith(kinds)}
-        for kind in found:
+        for kind in {*found} - {*GRADIENTS}:
             self.placements |= {f"{kind}/{i}": text for i, text in enumerate(texts[kind])}
         for new, (name, number) in enumerate(calls):
             for kind in kinds:
@@ -141,7 +142,7 @@ class Kept:
         """
         # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
-        self.paths[kind], self._texts[kind] = paths, texts
+        self.paths[kind], self.texts[kind] = paths, texts
 
 
 def _gradient_of(kind: str) -> str:

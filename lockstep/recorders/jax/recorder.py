@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from lockstep.data.trace import (
-    OF_GRADIENTS,
     OF_VARIABLES,
     SEED,
     STATE,
@@ -18,10 +17,11 @@ from lockstep.data.trace import (
     Mesh,
 )
 from lockstep.recorders.common import DEFAULT_STEPS, Path, Request, rank_path, request_of
+from lockstep.recorders.described import variable_of
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
-from lockstep.recorders.jax.compiled import Lowered
-from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
-from lockstep.recorders.jax.keeping import Kept
+from lockstep.recorders.jax.devices import Lowered, Replicas, has_axis
+from lockstep.recorders.jax.gradients import Gradients, Weight, split_by
+from lockstep.recorders.jax.keeping import GRADIENTS, Kept
 from lockstep.recorders.jax.paths import (
     Shapes,
     carried_paths,
@@ -32,7 +32,6 @@ from lockstep.recorders.jax.paths import (
     weights_of,
     without_role,
 )
-from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
@@ -55,9 +54,10 @@ class Recorder:
         self.optimizer, self.pmap, self.reduction = optimizer, pmap, reduction
         self.layouts, self.data_layout = layouts, data_layout
         self._wanted, self._number = request.wanted, request.first_step
-        self._kept, self._gradients, self._notes = Kept(), GradientsKept(), Notes()
+        self._kept, self._gradients, self._notes = Kept(), Gradients(), Notes()
         self._output: Output | None = None  # From the first recorded step.
-        self._about: dict[str, Any] = {"steps": [], "settings": []}
+        own = {"steps": [], "settings": [], "gradients": self._gradients.names}
+        self._about: dict[str, Any] = {**own, "variables": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
         self._has_mesh = True  # Until a step has none.
         self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
@@ -89,7 +89,6 @@ class Recorder:
             "layers": [],
             "optimizer": optimizer | {"framework": "jax"},
             "data_layout": self.data_layout,
-            "gradients": self._gradients.names,
             "left_out": [*self._gradients.left_out],
             "modules": self._kept.modules,
             "trained": self._trained,
@@ -137,18 +136,23 @@ class Recorder:
         sizes = next([len(a) for a in column] for column in found["data"] if column[0].ndim)
         kept = self._kept.run(self.step, args, kwargs, replicas, sizes)
         result = self.step(*args, **kwargs)
+        found |= self._results(result, replicas, found["before"]) | kept
+        self._store(number, found, replicas)
+        return result
+
+    def _results(self, result: Any, replicas: Replicas, before: list[Any]) -> dict[str, Any]:
+        """Returns the losses and the state after a step."""
         names, leaves, _ = flatten(result)
         arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
         outputs = {r: found_at(names, where, r, arrays) for r, where in self.outputs.items()}
         if self._carried:
-            places = {name: index for index, name in enumerate(names)}
-            carried = [(places[name], name) for name in self._carried.values()]
+            carried = [(names.index(path), path) for path in self._carried.values()]
             outputs["state"] = [*outputs.get("state", []), *carried]
-        found["loss"] = replicas.columns("loss", leaves, outputs, ["loss"])
-        # Keys that are not returned are left out: the script makes those of the next step.
-        found["after"] = replicas.columns("after", leaves, outputs, KINDS, found["before"])
-        self._store(number, found | kept, replicas)
-        return result
+        return {
+            "loss": replicas.columns("loss", leaves, outputs, ["loss"]),
+            # Keys that are not returned are left out: the script makes those of the next step.
+            "after": replicas.columns("after", leaves, outputs, KINDS, before),
+        }
 
     def _with_carried(
         self, names: list[str], inputs: dict[str, Any], args: Any, kwargs: Any
@@ -228,15 +232,7 @@ class Recorder:
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
         about["steps"].append(number)
         about["settings"].append([settings])
-        kept = self._kept
-        given = self._gradients.match(found, kept.paths, self._weights, kept.placements)
-        if not replicas.mesh and len(replicas.local) == replicas.number:
-            states = zip(about["variables"], found["before"], strict=True)
-            shapes = {v["name"]: column[0].shape for v, column in states if v["kind"] == WEIGHT}
-            self._gradients.join(found, given, shapes)
-        about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
-        if replicas.mesh:
-            about |= self._on_mesh(replicas, found, given) | {"ranks": about.pop("replicas")}
+        found = self._with_placements(found, replicas)
         about["reduction"] = self.reduction if "raw" in found else ""
         one_key = not replicas.split_keys and self._kept.is_of_one_program
         texts = dict(about.get("placements", {}))
@@ -256,7 +252,7 @@ class Recorder:
         """Writes an array of a replica, or a sample of it; `text` says how it is a part."""
         about, sizes = self._about, self._about.get("mesh", {})
         assert self._output
-        variable = self._variable_of(kind, index)
+        variable = variable_of(about, kind, index)
         found = members_of(
             self._request.sample, kind, array, variable.get("layout", ""), text, sizes,
             Mesh(sizes, ()).coordinates(replica),
@@ -268,41 +264,38 @@ class Recorder:
         for end, each in found.arrays.items():
             self._output.put(f"{len(about['steps'])}/{kind}/{replica}/{index}{end}", each)
 
-    def _variable_of(self, kind: str, index: int) -> dict[str, Any]:
-        """Returns the description of the variable of an array; empty if it has none."""
-        variables = self._about["variables"]
-        if kind in OF_VARIABLES:
-            found: dict[str, Any] = variables[index]
-            return found
-        names = self._gradients.names if kind in OF_GRADIENTS else []
-        weights = {v["name"]: v for v in variables if v["kind"] == WEIGHT}
-        return weights.get(names[index], {}) if names else {}
+    def _with_placements(self, found: dict[str, Any], replicas: Replicas) -> dict[str, Any]:
+        """Returns the arrays of a step with gradients in their order.
 
-    def _on_mesh(
-        self, replicas: Replicas, found: dict[str, Any], placements: dict[str, str]
-    ) -> dict[str, Any]:
-        """Describes the mesh, and how the arrays of each device are part of the whole ones.
-
-        `placements` has those that the step gives, and changes, as `found`.
+        Describes the devices, and on a mesh how the arrays of each one are parts of whole ones.
         """
-        sizes = dict(replicas.mesh.shape)
+        kept, sizes = self._kept, dict(replicas.mesh.shape) if replicas.mesh else {}
+        texts = dict(kept.placements) if sizes else {}
         for key, sharding in self._shardings.items():
             kind, place = key.split("/")
             if sharding:
                 ndim = found[kind][int(place)][0].ndim
-                placements[key] = placement_of(sharding.spec, ndim, kind == "data")
+                texts[key] = placement_of(sharding.spec, ndim, kind == "data")
                 if kind == "before" and "start" in found:
-                    placements[f"start/{place}"] = placements[key]
-        variables = self._about["variables"]
-        self._gradients.place(found, placements, sizes, variables, replicas.batch_axes)
-        split = split_of_raw(placements, sizes)
-        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
-        return {
-            "mesh": sizes,
-            "data_axes": data_axes,
-            "num_replicas": math.prod(sizes[axis] for axis in data_axes),
-            "placements": {key: text for key, text in placements.items() if text},
+                    texts[f"start/{place}"] = texts[key]
+        weights = {
+            path: Weight(name, found["before"][index][0].shape, texts.get(f"before/{index}", ""))
+            for index, (path, name) in enumerate(self._weights.items())
         }
+        columns, own = self._gradients.sort(
+            found, kept.paths, kept.texts, weights, sizes, replicas.batch_axes
+        )
+        ranks = [replica for replica, _ in replicas.local]
+        if sizes:
+            split = split_by((own[key] for key in own if key.startswith("raw/")), sizes)
+            data_axes = [axis for axis in replicas.batch_axes if axis not in split]
+            number = math.prod(sizes[axis] for axis in data_axes)
+            placements = {key: text for key, text in (texts | own).items() if text}
+            self._about |= {"mesh": sizes, "data_axes": data_axes, "placements": placements}
+            self._about |= {"num_replicas": number, "ranks": ranks}
+        else:
+            self._about |= {"num_replicas": replicas.number, "replicas": ranks}
+        return {kind: x for kind, x in found.items() if kind not in GRADIENTS} | columns
 
 
 def _size_of_weights(leaves: Sequence[Any], variables: Sequence[tuple[int, Own]]) -> int:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jax_steps import *
 from lockstep import compare, record_jax
-from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.devices import dtype_of
 from lockstep.recorders.jax.paths import flatten, weights_of
 from lockstep.recorders.jax.scans import joined
 from recording import Trace
