@@ -36,13 +36,13 @@ def test_a_note_belongs_to_the_step_that_gets_the_examples():
 
 
 def test_ids_of_keras(tmp_path):
-    def record(name, seed, steps=3):
+    def record(name, seed, steps, **options):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         optimizer = keras.optimizers.SGD(0.1)
         path = tmp_path / name
         data, random = np.random.default_rng(1).normal(size=(12, 4)), np.random.default_rng(seed)
-        with record_keras.record(path, model, optimizer, steps=steps) as recorder:
+        with record_keras.record(path, model, optimizer, steps=steps, **options) as recorder:
 
             def step(x):
                 with tf.GradientTape() as tape:
@@ -62,4 +62,6 @@ def test_ids_of_keras(tmp_path):
     with np.load(two) as file:
         assert file["1/ids/0/0"].tolist() == [0, 1, 2, 3] and "3/ids/0/0" not in file
         assert file["2/ids/0/0"].tolist() == [8, 9, 10, 11]
+    with np.load(record("resumed.npz", 0, 1, first_step=7)) as file:
+        assert file["1/ids/0/0"].tolist() == [0, 1, 2, 3]
     assert shown(lockstep.compare(one, two)).startswith("fault: random: ")

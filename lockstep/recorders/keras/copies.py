@@ -3,7 +3,7 @@
 import collections
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +53,7 @@ class Copies:
         """Whether this replica runs a step."""
         return replica_id() in self.number
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> NoReturn:
         """Raises ValueError, whose text is kept without the notes of a traced function."""
         self.error = text
         raise ValueError(text)

@@ -66,7 +66,7 @@ class StepObserver:
         self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
         self.copies = Copies(request, self.about, output)
-        self.replay = Replay(request) if request.replay else None
+        self.replay = Replay(request, self.copies.fail) if request.replay else None
         self.shards = None
         if request.shards and self.replay:
             self.shards = ShardRunner(model, self.replay.states, self.copies)

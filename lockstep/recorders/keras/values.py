@@ -49,17 +49,18 @@ def replica_id() -> int:
 
 def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
     """Returns a batch with its examples in another order, if its step is recorded."""
-    parts = leaves(data)
 
     def order(number: np.int64, size: np.int32) -> np.ndarray:
+        if number < 0:
+            return np.arange(int(size))
         return np.random.default_rng([*seed, int(number)]).permutation(int(size))
 
-    def permute() -> list[tf.Tensor]:
-        chosen = tf.numpy_function(order, [number, tf.shape(parts[0])[0]], tf.int64)
-        return [tf.ensure_shape(tf.gather(part, chosen), part.shape) for part in parts]
+    chosen = tf.numpy_function(order, [number, tf.shape(leaves(data)[0])[0]], tf.int64)
 
-    moved = iter(tf.cond(number >= 0, permute, lambda: [tf.identity(part) for part in parts]))
-    return tree.map_structure(lambda leaf: None if leaf is None else next(moved), data)
+    def permute(leaf: Any) -> Any:
+        return leaf if leaf is None else tf.ensure_shape(tf.gather(leaf, chosen), leaf.shape)
+
+    return tree.map_structure(permute, data)
 
 
 def replicas_here(strategy: tf.distribute.Strategy) -> list[int]:
