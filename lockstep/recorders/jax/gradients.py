@@ -79,15 +79,17 @@ class Gradients:
                 if kind != "raw":  # Without a later kind, it is not known what the step applies.
                     return {}, {}
                 found.pop(kind, None)
-        own = dict.fromkeys(itertools.chain(*found.values()))
-        self.names += [name for name in own if name not in self.names]
+        names = dict.fromkeys(itertools.chain(*found.values()))
+        self.names += [name for name in names if name not in self.names]
         columns = {
-            kind: [own.get(name, ([], ""))[0] for name in self.names] for kind, own in found.items()
+            kind: [own[name][0] if name in own else [] for name in self.names]
+            for kind, own in found.items()
         }
-        return columns, {
+        placements = {
             f"{kind}/{self.names.index(name)}": text
             for kind, own in found.items() for name, (_, text) in own.items()
         }  # fmt: skip
+        return columns, placements
 
 
 def split_by(texts: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
@@ -101,8 +103,8 @@ def _placed(
 ) -> dict[str, tuple[_Column, str]]:  # fmt: skip
     """Returns weight → its gradient on each device, and how that is a part of the whole one.
 
-    Without a mesh, parts are put together. On a mesh, a gradient of which the step does not say
-    it is a part as the weight is, if it has the shape of the device's part.
+    Without a mesh, parts are put together. On a mesh, where the step says nothing, the gradient of
+    a device's part of a weight is a part as the weight is.
 
     Raises:
         _LeftOutError: these are no gradients of the weights.

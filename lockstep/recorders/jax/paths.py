@@ -125,9 +125,11 @@ def weights_of(weights: Shapes, arrays: Shapes) -> dict[str, tuple[str, str]]:
 def _parts_of(path: str) -> Iterator[tuple[str, _Slot]]:
     """Yields the path of a weight and a slot, for each way to split the keys of a path."""
     keys = path.split("/") if path else []
-    for a, b, c in itertools.combinations_with_replacement(range(len(keys) + 1), 3):
-        if a == 0 or a < b < c:
-            yield "/".join(keys[:a] + keys[b:c]), (a, (*keys[a:b],), (*keys[c:],))
+    number = len(keys)
+    for start, end in itertools.combinations_with_replacement(range(number + 1), 2):
+        yield "/".join(keys[start:end]), (0, (*keys[:start],), (*keys[end:],))
+    for start, end in itertools.combinations(range(1, number), 2):
+        yield "/".join(keys[:start] + keys[end:]), (start, (*keys[start:end],), ())
 
 
 def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
@@ -136,7 +138,7 @@ def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
     A tree of gradients may have the structure of the weights, or of one part of them, or hold these
     in a further tree; a list has one array for each weight, in the order of `jax.tree.leaves`.
     """
-    if [*paths] == [str(index) for index in range(len(weights))]:
+    if [*paths] in ([*weights], [str(index) for index in range(len(weights))]):
         return [*weights]
     # A device may have parts of the weights, of other shapes.
     found = weights_of(dict.fromkeys(weights, (1,)), dict.fromkeys(paths, (1,)))
