@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import copied, host, placement_of, plain
-from lockstep.recorders.jax.replicas import Replicas
+from lockstep.recorders.jax.devices import Replicas
+from lockstep.recorders.jax.paths import flatten
 from lockstep.recorders.jax.scans import (
     Calls,
     in_groups,
@@ -18,7 +19,6 @@ from lockstep.recorders.jax.scans import (
     of_scans,
     place_of,
 )
-from lockstep.recorders.jax.trees import flatten
 
 GRADIENTS = ("raw", "sums", "unclipped", "clipped")
 KEPT = (*GRADIENTS, "loss", "random", "data", "y_pred")
@@ -32,15 +32,16 @@ class Kept:
     """Receives what `keep` and `module` return in a recorded step.
 
     Attributes:
-        trees: kind of gradients → the tree that is kept, with the paths of its arrays.
+        paths: kind → the paths of the arrays in the tree that is kept.
+        texts: kind → how each is part of a whole one, where the step says so.
         modules: names of the parts of the model, in the order of their calls.
-        placements: "KIND/INDEX" → how an array is part of a whole one.
+        placements: "KIND/INDEX" → the same, for what is no gradient.
     """
 
     def __init__(self) -> None:
-        self.trees, self.modules = dict[str, Any](), list[str]()
+        self.paths, self.modules = dict[str, list[str]](), list[str]()
         self.placements = dict[str, str]()
-        self._traced, self._texts = list[str](), dict[str, list[str]]()
+        self._traced, self.texts = list[str](), dict[str, list[str]]()
         self._received = dict[tuple[str, int], list[Any]]()
 
     @property
@@ -119,9 +120,9 @@ class Kept:
         times = {name: len(kept[kind]) for name, kind in outputs.items() if kind in kept}
         calls = of_scans(self._traced, times)
         self.modules = [f"{name}[{i}]" if times.get(name, 1) > 1 else name for name, i in calls]
-        kinds, texts = ("module_out", "module_out_grad"), self._texts
+        kinds, texts = ("module_out", "module_out_grad"), self.texts
         found = {kind: x for kind, x in kept.items() if not kind.startswith(kinds)}
-        for kind in found:
+        for kind in {*found} - {*GRADIENTS}:
             self.placements |= {f"{kind}/{i}": text for i, text in enumerate(texts[kind])}
         for new, (name, number) in enumerate(calls):
             for kind in kinds:
@@ -132,16 +133,16 @@ class Kept:
         return found
 
     def receive(
-        self, kind: str, names: Any, texts: list[str], device: Any, *leaves: Any
+        self, kind: str, paths: list[str], texts: list[str], device: Any, *leaves: Any
     ) -> None:  # fmt: skip
         """Takes the arrays of a kind from a device, or from the program of all devices (-1).
 
-        The first one is the place of the others in `jax.vmap`. `names` is a tree of their paths,
-        and `texts` says how they are parts of whole ones, if the step does.
+        The first one is the place of the others in `jax.vmap`. `texts` says how they are parts of
+        whole ones, if the step does.
         """
         # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
-        self.trees[kind], self._texts[kind] = names, texts
+        self.paths[kind], self.texts[kind] = paths, texts
 
 
 def _gradient_of(kind: str) -> str:
@@ -179,13 +180,13 @@ def _report(kept: Kept, kind: str, tree: Any, specs: Any, *mark: Any) -> None:
     """Passes the arrays of a kind to the recorder when the compiled step computes them."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
-    (names, leaves, structure), texts = flatten(tree), list[str]()
+    (paths, leaves, _), texts = flatten(tree), list[str]()
     if axes and specs is not None:
         whole = jax.tree.leaves(jax.tree.broadcast(specs, tree))
         texts = [placement_of(*pair) for pair in zip(whole, map(np.ndim, leaves), strict=True)]
     leaves = [*map(plain, leaves), *mark]
     place = place_of(jax.lax.stop_gradient(leaves[0]))
-    receive = partial(kept.receive, kind, structure.unflatten(names), texts)
+    receive = partial(kept.receive, kind, paths, texts)
     jax.debug.callback(receive, device, place, *leaves)
 
 

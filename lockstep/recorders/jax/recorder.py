@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from lockstep.data.trace import (
-    OF_GRADIENTS,
     OF_VARIABLES,
     SEED,
     STATE,
@@ -18,16 +17,17 @@ from lockstep.data.trace import (
     Mesh,
 )
 from lockstep.recorders.common import DEFAULT_STEPS, Path, Request, rank_path, request_of
+from lockstep.recorders.described import variable_of
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
-from lockstep.recorders.jax.compiled import Lowered, result_of
-from lockstep.recorders.jax.gradients_kept import GradientsKept, split_of_raw
-from lockstep.recorders.jax.keeping import Kept
-from lockstep.recorders.jax.replicas import Replicas, has_axis
-from lockstep.recorders.jax.trees import (
+from lockstep.recorders.jax.devices import Lowered, Replicas, has_axis
+from lockstep.recorders.jax.gradients import Gradients, Weight, split_by
+from lockstep.recorders.jax.keeping import GRADIENTS, Kept
+from lockstep.recorders.jax.paths import (
+    Shapes,
     carried_paths,
     flatten,
     found_at,
-    names_at,
+    path_of,
     tail,
     weights_of,
     without_role,
@@ -54,13 +54,14 @@ class Recorder:
         self.optimizer, self.pmap, self.reduction = optimizer, pmap, reduction
         self.layouts, self.data_layout = layouts, data_layout
         self._wanted, self._number = request.wanted, request.first_step
-        self._kept, self._gradients, self._notes = Kept(), GradientsKept(), Notes()
+        self._kept, self._gradients, self._notes = Kept(), Gradients(), Notes()
         self._output: Output | None = None  # From the first recorded step.
-        self._about: dict[str, Any] = {"steps": [], "settings": []}
+        own = {"steps": [], "settings": [], "gradients": self._gradients.names}
+        self._about: dict[str, Any] = {**own, "variables": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
         self._has_mesh = True  # Until a step has none.
         self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
-        self._weights: Any = None  # The tree of the weights, with their names.
+        self._weights = dict[str, str]()  # Path of a weight → its name.
         self._states: States | None = None
         if request.replay:
             self._states = States("jax", request.replay, request.wanted, request.names)
@@ -88,7 +89,6 @@ class Recorder:
             "layers": [],
             "optimizer": optimizer | {"framework": "jax"},
             "data_layout": self.data_layout,
-            "gradients": self._gradients.names,
             "left_out": [*self._gradients.left_out],
             "modules": self._kept.modules,
             "trained": self._trained,
@@ -108,12 +108,12 @@ class Recorder:
         names, leaves, tree = flatten((args, kwargs), skip=1)
         arrays = {i: plain(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}
         inputs = {r: found_at(names, where, r, arrays) for r, where in self.arguments.items()}
-        inputs = self._with_carried(names, leaves, inputs, args, kwargs)
+        inputs = self._with_carried(names, inputs, args, kwargs)
         lowered = Lowered(self.step, args, kwargs)
         placed = lowered.placed(leaves)
         replicas = Replicas(placed, inputs, self.pmap, self._shardings, has_mesh=self._has_mesh)
         self._has_mesh = bool(replicas.mesh)
-        variables = self._describe(leaves, tree, inputs)
+        variables = self._describe(leaves, inputs)
         self._request.choose_sample(_size_of_weights(leaves, variables))
         found = dict[str, Any]()
         if self._states:
@@ -136,50 +136,47 @@ class Recorder:
         sizes = next([len(a) for a in column] for column in found["data"] if column[0].ndim)
         kept = self._kept.run(self.step, args, kwargs, replicas, sizes)
         result = self.step(*args, **kwargs)
+        found |= self._results(result, replicas, found["before"]) | kept
+        self._store(number, found, replicas)
+        return result
+
+    def _results(self, result: Any, replicas: Replicas, before: list[Any]) -> dict[str, Any]:
+        """Returns the losses and the state after a step."""
         names, leaves, _ = flatten(result)
         arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
         outputs = {r: found_at(names, where, r, arrays) for r, where in self.outputs.items()}
         if self._carried:
-            places = {name: index for index, name in enumerate(names)}
-            carried = [(places[name], name) for name in self._carried.values()]
+            carried = [(names.index(path), path) for path in self._carried.values()]
             outputs["state"] = [*outputs.get("state", []), *carried]
-        found["loss"] = replicas.columns("loss", leaves, outputs, ["loss"])
-        # Keys that are not returned are left out: the script makes those of the next step.
-        found["after"] = replicas.columns("after", leaves, outputs, KINDS, found["before"])
-        self._store(number, found | kept, replicas)
-        return result
+        return {
+            "loss": replicas.columns("loss", leaves, outputs, ["loss"]),
+            # Keys that are not returned are left out: the script makes those of the next step.
+            "after": replicas.columns("after", leaves, outputs, KINDS, before),
+        }
 
     def _with_carried(
-        self, names: list[str], leaves: list[Any], inputs: dict[str, Any], args: Any, kwargs: Any
+        self, names: list[str], inputs: dict[str, Any], args: Any, kwargs: Any
     ) -> dict[str, Any]:
         """Returns the inputs with what the step takes and returns under no name of `arguments`."""
         if self._carried is None:
-            result_names, result = result_of(self.step, args, kwargs)
-            shapes = dict(enumerate(result))
-            outputs = [found_at(result_names, w, r, shapes) for r, w in self.outputs.items()]
-            left = [(names, leaves, inputs.values()), (result_names, result, outputs)]
-            self._carried = carried_paths(*[without_role(*each) for each in left])
-        places = {name: index for index, name in enumerate(names)}
-        found = [(places[own], tail(own) or own) for own in self._carried]
+            given = without_role((args, kwargs), 1, self.arguments.values())
+            returned = jax.eval_shape(
+                lambda: without_role(self.step(*args, **kwargs), 0, self.outputs.values())
+            )
+            self._carried = carried_paths(given, returned)
         known = {name for _, name in inputs.get("state", [])}
+        found = [(names.index(path), tail(path) or path) for path in self._carried]
         found = [(i, names[i] if name in known else name) for i, name in found]
         return inputs | ({"state": [*inputs.get("state", []), *found]} if found else {})
 
-    def _describe(
-        self, leaves: list[Any], tree: Any, inputs: Mapping[str, Any]
-    ) -> list[tuple[int, Own]]:
+    def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[tuple[int, Own]]:
         """Returns index among the leaves, and description, of each variable."""
-        variables, shapes = list[tuple[int, Own]](), dict[str, dict[str, tuple[int, ...]]]()
-        for role in KINDS:
-            skip, pairs = has_axis(self.pmap, role), inputs.get(role, [])
-            shapes[role] = {name: np.shape(plain(leaves[i]))[skip:] for i, name in pairs}
-        args, kwargs = jax.tree.unflatten(tree, range(len(leaves)))
-        places = {str(position): each for position, each in enumerate(args)} | kwargs
-        self._weights, state = (
-            names_at(places, self.arguments.get(role, ()), inputs.get(role, []))
-            for role in ("params", "opt_state")
-        )
-        slots = weights_of(self._weights, state, shapes["params"], shapes["opt_state"])
+        shapes = {
+            role: {n: np.shape(plain(leaves[i]))[has_axis(self.pmap, role) :] for i, n in pairs}
+            for role, pairs in inputs.items()
+        }
+        slots = self._slots(shapes["params"], shapes.get("opt_state", {}))
+        variables = list[tuple[int, Own]]()
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
             shape, dtype = shapes[role][name], np.result_type(plain(leaves[index])).kind
             if dtype == "c":
@@ -187,18 +184,30 @@ class Recorder:
                     f"{name} is complex, which cannot be recorded; keep its real and imaginary part"
                     " as one real array"
                 )
-            weight, slot = (name, "") if role == "params" else ("", name.split("/")[-1])
+            weight, slot = name if role == "params" else "", name.split("/")[-1]
             entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
             entry |= {"kind": KINDS[role]}
             if role == "state" and dtype in "iub":  # A counter, as of steps.
                 entry |= {"kind": STATE, "of": "", "slot": slot}
             if role == "opt_state":
-                weight, slot = slots.get(name, (weight, slot))
+                weight, slot = slots.get(name, ("", slot))
                 entry |= {"of": weight, "slot": slot or "momentum"}
             entry["layout"] = self.layouts.get(len(shape), "") if weight else ""
             variables.append((index, Own(entry, shape, dtype)))
         self._about["variables"] = [own.about for _, own in variables]
         return variables
+
+    def _slots(self, weights: Shapes, states: Shapes) -> dict[str, tuple[str, str]]:
+        """Returns state → its weight and slot, by names; notes the paths of the weights."""
+        self._weights, paths = (
+            {path_of(name, self.arguments[role], role): name for name in own}
+            for role, own in (("params", weights), ("opt_state", states))
+        )
+        found = weights_of(
+            {path: weights[name] for path, name in self._weights.items()},
+            {path: states[name] for path, name in paths.items()},
+        )
+        return {paths[path]: (self._weights[of], slot) for path, (of, slot) in found.items()}
 
     def _load(
         self, number: int, leaves: list[Any], variables: list[tuple[int, Own]], has_keys: bool
@@ -223,15 +232,7 @@ class Recorder:
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
         about["steps"].append(number)
         about["settings"].append([settings])
-        kept = self._kept
-        given = self._gradients.match(found, kept.trees, self._weights, kept.placements)
-        if not replicas.mesh and len(replicas.local) == replicas.number:
-            states = zip(about["variables"], found["before"], strict=True)
-            shapes = {v["name"]: column[0].shape for v, column in states if v["kind"] == WEIGHT}
-            self._gradients.join(found, given, shapes)
-        about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
-        if replicas.mesh:
-            about |= self._on_mesh(replicas, found, given) | {"ranks": about.pop("replicas")}
+        found = self._with_placements(found, replicas)
         about["reduction"] = self.reduction if "raw" in found else ""
         one_key = not replicas.split_keys and self._kept.is_of_one_program
         texts = dict(about.get("placements", {}))
@@ -251,7 +252,7 @@ class Recorder:
         """Writes an array of a replica, or a sample of it; `text` says how it is a part."""
         about, sizes = self._about, self._about.get("mesh", {})
         assert self._output
-        variable = self._variable_of(kind, index)
+        variable = variable_of(about, kind, index)
         found = members_of(
             self._request.sample, kind, array, variable.get("layout", ""), text, sizes,
             Mesh(sizes, ()).coordinates(replica),
@@ -263,41 +264,38 @@ class Recorder:
         for end, each in found.arrays.items():
             self._output.put(f"{len(about['steps'])}/{kind}/{replica}/{index}{end}", each)
 
-    def _variable_of(self, kind: str, index: int) -> dict[str, Any]:
-        """Returns the description of the variable of an array; empty if it has none."""
-        variables = self._about["variables"]
-        if kind in OF_VARIABLES:
-            found: dict[str, Any] = variables[index]
-            return found
-        names = self._gradients.names if kind in OF_GRADIENTS else []
-        weights = {v["name"]: v for v in variables if v["kind"] == WEIGHT}
-        return weights.get(names[index], {}) if names else {}
+    def _with_placements(self, found: dict[str, Any], replicas: Replicas) -> dict[str, Any]:
+        """Returns the arrays of a step with gradients in their order.
 
-    def _on_mesh(
-        self, replicas: Replicas, found: dict[str, Any], placements: dict[str, str]
-    ) -> dict[str, Any]:
-        """Describes the mesh, and how the arrays of each device are part of the whole ones.
-
-        `placements` has those that the step gives, and changes, as `found`.
+        Describes the devices, and on a mesh how the arrays of each one are parts of whole ones.
         """
-        sizes = dict(replicas.mesh.shape)
+        kept, sizes = self._kept, dict(replicas.mesh.shape) if replicas.mesh else {}
+        texts = dict(kept.placements) if sizes else {}
         for key, sharding in self._shardings.items():
             kind, place = key.split("/")
             if sharding:
                 ndim = found[kind][int(place)][0].ndim
-                placements[key] = placement_of(sharding.spec, ndim, kind == "data")
+                texts[key] = placement_of(sharding.spec, ndim, kind == "data")
                 if kind == "before" and "start" in found:
-                    placements[f"start/{place}"] = placements[key]
-        variables = self._about["variables"]
-        self._gradients.place(found, placements, sizes, variables, replicas.batch_axes)
-        split = split_of_raw(placements, sizes)
-        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
-        return {
-            "mesh": sizes,
-            "data_axes": data_axes,
-            "num_replicas": math.prod(sizes[axis] for axis in data_axes),
-            "placements": {key: text for key, text in placements.items() if text},
+                    texts[f"start/{place}"] = texts[key]
+        weights = {
+            path: Weight(name, found["before"][index][0].shape, texts.get(f"before/{index}", ""))
+            for index, (path, name) in enumerate(self._weights.items())
         }
+        columns, own = self._gradients.sort(
+            found, kept.paths, kept.texts, weights, sizes, replicas.batch_axes
+        )
+        ranks = [replica for replica, _ in replicas.local]
+        if sizes:
+            split = split_by((own[key] for key in own if key.startswith("raw/")), sizes)
+            data_axes = [axis for axis in replicas.batch_axes if axis not in split]
+            number = math.prod(sizes[axis] for axis in data_axes)
+            placements = {key: text for key, text in (texts | own).items() if text}
+            self._about |= {"mesh": sizes, "data_axes": data_axes, "placements": placements}
+            self._about |= {"num_replicas": number, "ranks": ranks}
+        else:
+            self._about |= {"num_replicas": replicas.number, "replicas": ranks}
+        return {kind: x for kind, x in found.items() if kind not in GRADIENTS} | columns
 
 
 def _size_of_weights(leaves: Sequence[Any], variables: Sequence[tuple[int, Own]]) -> int:

@@ -3,17 +3,18 @@
 import collections
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from lockstep.data.archive import Member
-from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, WEIGHT
+from lockstep.data.trace import OF_VARIABLES
 from lockstep.numeric.arrays import Rows
 from lockstep.recorders.common import Request
+from lockstep.recorders.described import variable_of
 from lockstep.recorders.keras.private import is_in_xla
-from lockstep.recorders.keras.values import plain_copy, replica_id, to_numpy_dtype
+from lockstep.recorders.keras.values import plain_copy, replica_id, tensors_of
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
 
@@ -52,7 +53,7 @@ class Copies:
         """Whether this replica runs a step."""
         return replica_id() in self.number
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> NoReturn:
         """Raises ValueError, whose text is kept without the notes of a traced function."""
         self.error = text
         raise ValueError(text)
@@ -96,7 +97,6 @@ class Copies:
             places: their indices; from 0 if it is None.
             item: the replica of which they are; this one if it is None.
         """
-        parts = dict[str, Any]()
         if (number := self.number.get(replica_id())) is None:
             raise ValueError(NOT_WRAPPED)
         replica = replica_id() if item is None else item
@@ -107,58 +107,39 @@ class Copies:
                 "jit_compile=True is around a recorded step, and XLA does not run the hooks; put it"
                 " on a function that the step calls for the gradients, or leave it out to record"
             )
-        for index, value in zip(places or range(len(values)), values, strict=True):
-            if isinstance(value, tf.IndexedSlices):
-                parts |= {f"{index}/values": value.values, f"{index}/indices": value.indices}
-                parts[f"{index}/rows"] = value.dense_shape[0]
-            else:
-                parts[f"{index}"] = value
+        pairs = [*zip(places or range(len(values)), values, strict=True)]
 
         def keep(number: np.int64, *arrays: np.ndarray) -> np.int64:
+            left = iter(arrays)
             with self._lock:
-                found = dict(zip(parts, arrays, strict=True))
-                self._keep((int(number), kind, replica), found)
+                for place, value in pairs:
+                    array: Any = next(left)
+                    if isinstance(value, tf.IndexedSlices):
+                        array = Rows(array, next(left), int(next(left)))
+                    self._keep(int(number), kind, replica, place, array)
             return number
 
         def copy() -> tf.Tensor:
-            flat = [to_numpy_dtype(value) for value in parts.values()]
+            flat = [part for _, value in pairs for part in tensors_of(value)]
             return tf.numpy_function(keep, [number, *flat], tf.int64)
 
         tf.cond(number >= 0, copy, lambda: number)
 
-    def _keep(self, key: tuple[int, str, int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Keeps copies of arrays, or writes them; their buffers are reused."""
-        number, kind, replica = key
+    def _keep(self, number: int, kind: str, replica: int, index: int, array: Any) -> None:
+        """Writes a copy of an array, or of a sample of it; buffers are reused."""
         if kind == "start" and number != min(self._request.wanted):
             return
-        kept = self.kept.setdefault(key, {})
-        for place, array in self._sampled(kind, arrays).items():
-            copy, name = plain_copy(array), f"{kind}/{replica}/{place}"
-            kept[place] = copy if kind == "learning_rate" else self.output.add(name, copy)
-
-    def _sampled(self, kind: str, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Returns arrays by their places, of which large ones are sampled."""
-        found: dict[str, np.ndarray] = {}
-        for place in dict.fromkeys(each.partition("/")[0] for each in arrays):
-            array: Any = arrays.get(place)
-            if array is None:
-                values, indices, rows = (arrays[f"{place}/{end}"] for end in Rows._fields)
-                array = Rows(values, indices, int(rows))
-            layout = self._variable_of(kind, int(place)).get("layout", "")
-            own = members_of(self._request.sample, kind, array, layout)
-            if own.shape and kind in OF_VARIABLES:
-                self.shapes[int(place)] = own.shape
-            found |= {f"{place}{end}": each for end, each in own.arrays.items()}
-        return found
-
-    def _variable_of(self, kind: str, index: int) -> Mapping[str, Any]:
-        """Returns the description of the variable of an array; empty if it has none."""
-        variables: Sequence[Mapping[str, Any]] = self._about["variables"]
-        if kind in OF_VARIABLES:
-            return variables[index]
-        name = self._about["gradients"][index] if kind in OF_GRADIENTS else ""
-        weights = (each for each in variables if each["kind"] == WEIGHT)
-        return next((each for each in weights if each["name"] == name), {})
+        layout = variable_of(self._about, kind, index).get("layout", "")
+        own = members_of(self._request.sample, kind, array, layout)
+        if own.shape and kind in OF_VARIABLES:
+            self.shapes[index] = own.shape
+        kept = self.kept.setdefault((number, kind, replica), {})
+        for end, each in own.arrays.items():
+            place, copied = f"{index}{end}", plain_copy(each)
+            is_rate = kind == "learning_rate"
+            kept[place] = (
+                copied if is_rate else self.output.add(f"{kind}/{replica}/{place}", copied)
+            )
 
     @property
     def steps(self) -> list[int]:

@@ -128,7 +128,7 @@ class Optimizers:
 
     def about(self) -> dict[str, Any]:
         """Returns class and settings of the first optimizer."""
-        first = (self.parts or [inner_optimizer(each) for each in self.given])[0]
+        first = [*self.parts, *self.given][0]
         return {"class": type(first).__name__, "framework": "keras", **constants_of(first)}
 
     def settings(self, rates: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -158,18 +158,13 @@ def constants_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in config if isinstance(value, bool | int | float)}
 
 
-def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the inner optimizer of a `LossScaleOptimizer`, which receives unscaled gradients."""
-    return optimizer.inner_optimizer if scales_loss(optimizer) else optimizer
-
-
 def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether an optimizer scales the loss by a variable."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that update weights, in place of a wrapper of them."""
+    """Returns the optimizers that update weights, with unscaled gradients: those in a wrapper."""
     if isinstance(optimizer, OPTIMIZERS[2:]):
         return [part for part in optimizer.optimizers if part.built]
-    return [inner_optimizer(optimizer)]
+    return [optimizer.inner_optimizer if scales_loss(optimizer) else optimizer]

@@ -66,8 +66,8 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._observer.remove()
         self._notes.__exit__()
-        observer, replay = self._observer, self._observer.replay
-        copies, output = observer.copies, observer.copies.output
+        observer, copies = self._observer, self._observer.copies
+        output = copies.output
         about = self._description(error)
         for position, kind_of, replica, place, array in copies.arrays():
             is_shared = kind_of == "objective" and observer.has_parts
@@ -78,11 +78,11 @@ class Recorder:
                 output.put(f"{position}/{kind_of}/{replica}/{place}", array)
         noted = self._notes.take()  # Those of a step, for all replicas here.
         for position, step in enumerate(copies.steps, start=1):
-            if step < len(noted):
-                output.put(f"{position}/{IDS}/{min(copies.replicas)}/0", noted[step])
+            if (number := step - self._request.first_step) < len(noted):
+                output.put(f"{position}/{IDS}/{min(copies.replicas)}/0", noted[number])
         output.close(about)
-        if text := copies.error or (replay.error if replay else ""):
-            raise ValueError(text) from None  # Without the notes of a traced function.
+        if copies.error:
+            raise ValueError(copies.error) from None  # Without the notes of a traced function.
         if error is None and not copies.steps:
             raise ValueError(
                 f"{self.path}: no step was recorded; train within the block, and call tf.function"

@@ -1,7 +1,7 @@
 """Starts each step from the state of another recording."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -16,18 +16,21 @@ from lockstep.recorders.states import Own, States
 class Replay:
     """Assigns the states of another recording before the steps.
 
+    Args:
+        request: the steps to record, and the other recording.
+        fail: raises an error, whose text it gets.
+
     Attributes:
         states: those of the other recording.
-        error: why they cannot be assigned, in words.
 
     Raises:
         ValueError: the other recording cannot be read, or lacks steps.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, fail: Callable[[str], NoReturn]) -> None:
         assert request.replay
-        self.states, self.error = States("keras", request.replay, request.wanted, request.names), ""
-        self._first = min(request.wanted)
+        self.states = States("keras", request.replay, request.wanted, request.names)
+        self._first, self._fail = min(request.wanted), fail
 
     def assign(
         self, state: Sequence[keras.Variable], variables: Sequence[dict[str, str]],
@@ -53,8 +56,7 @@ class Replay:
             found = self.states.sources(own, kinds)
             self.states.require_all(own, found, kinds)
         except ValueError as error:
-            self.error = str(error)
-            raise
+            self._fail(str(error))
         found = {index: source for index, source in found.items() if index >= first}
         if not found:
             return

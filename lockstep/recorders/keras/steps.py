@@ -1,5 +1,6 @@
 """Observes the step of a replica: its examples, outputs, losses, gradients and state."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,19 @@ from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor
 from lockstep.recorders.output import Output
 
 _CALL = "call the model with a batch before the block"
+
+
+@dataclasses.dataclass
+class _Step:
+    """What is known of the step that a replica runs."""
+
+    num_variables: int  # Those of the model before it.
+    num_kept: int = 0  # How many variables of the state before it are copied.
+    num_rates: int = 0  # How many learning rates are.
+    num_losses: int = 0  # Those whose gradients it has taken.
+    is_scaled: bool = False  # Whether an optimizer scales the loss.
+    applied: dict[str, Any] = dataclasses.field(default_factory=dict)  # Weight → gradient.
+    places: list[int] = dataclasses.field(default_factory=list)  # Indices of the last gradients.
 
 
 class StepObserver:
@@ -52,18 +66,12 @@ class StepObserver:
         self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
         self.copies = Copies(request, self.about, output)
-        self.replay = Replay(request) if request.replay else None
+        self.replay = Replay(request, self.copies.fail) if request.replay else None
         self.shards = None
         if request.shards and self.replay:
             self.shards = ShardRunner(model, self.replay.states, self.copies)
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
-        # Of a replica in a step: how much of `_state`, and how many rates, are copied.
-        self._num_kept: dict[int, tuple[int, int]] = {}
-        self._num_variables: dict[int, int] = {}  # Of a replica: those of the model at its start.
-        self._applied: dict[int, dict[str, Any]] = {}  # Of a replica: weight → its gradient.
-        self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
-        self._num_losses: dict[int, int] = {}  # Of the replicas that are in a step.
-        self._scaled: set[int] = set()  # Replicas whose loss an optimizer scales.
+        self._steps = dict[int, _Step]()  # By replica.
         self._is_built = False  # Whether the weights that a call creates were asked for.
 
     def install(self) -> None:
@@ -91,9 +99,9 @@ class StepObserver:
         data = self._begin_step(inner, data)
         try:
             result = inner(*data)
+            self._keep_result()
         finally:
-            self._end_losses()
-        self._end_step()
+            self._end_step()
         return result
 
     @tf.autograph.experimental.do_not_convert
@@ -105,17 +113,13 @@ class StepObserver:
         for optimizer in self._optimizers.known_before_a_step():
             self._add(optimizer)
         self._request.choose_sample(size_of_weights(self._model))
-        replica = replica_id()
-        self._applied[replica], self._num_kept[replica] = {}, (0, 0)
-        self._scaled.discard(replica)
         number = self.copies.begin(leaves(data))
-        self._num_variables[replica] = len(self._model.variables)
+        self._steps[replica_id()] = _Step(len(self._model.variables))
         self._keep_state()
         if self._seed is not None:
-            data = permuted(data, number, [self._seed, replica])
+            data = permuted(data, number, [self._seed, replica_id()])
         self.copies.keep("data", leaves(data))
         self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
-        self._num_losses[replica] = 0
         return data
 
     def _require_weights(self, inner: Callable, data: Sequence[Any]) -> None:
@@ -141,22 +145,22 @@ class StepObserver:
 
     def _keep_state(self) -> None:
         """Copies the state before a step, as far as it is known and not copied yet."""
-        replica, state = replica_id(), self._state
-        first, num_rates = self._num_kept[replica]
-        if first == len(state):
+        step, state, parts = self._steps[replica_id()], self._state, self._optimizers.parts
+        if step.num_kept == len(state):
             return
-        places, parts = range(first, len(state)), self._optimizers.parts
+        places = range(step.num_kept, len(state))
+        added = [state[place] for place in places]
         self.about |= self._optimizers.description()
         if self.replay:
-            self.copies.keep("replaced", state[first:], places)
-            number, variables = self.copies.number[replica], self.about["variables"]
-            self.replay.assign(state, variables, number, first)
-        self.copies.keep("before", state[first:], places)
+            self.copies.keep("replaced", added, places)
+            number = self.copies.number[replica_id()]
+            self.replay.assign(state, self.about["variables"], number, step.num_kept)
+        self.copies.keep("before", added, places)
         if self._request.keeps_start:
-            self.copies.keep("start", state[first:], places)
-        rates = [part.learning_rate for part in parts[num_rates:]]
-        self.copies.keep("learning_rate", rates, range(num_rates, len(parts)))
-        self._num_kept[replica] = len(state), len(parts)
+            self.copies.keep("start", added, places)
+        rates = [part.learning_rate for part in parts[step.num_rates :]]
+        self.copies.keep("learning_rate", rates, range(step.num_rates, len(parts)))
+        step.num_kept, step.num_rates = len(state), len(parts)
 
     @property
     def _state(self) -> list[Any]:
@@ -164,15 +168,15 @@ class StepObserver:
         return [*self._model.variables, *self._optimizers.variables]
 
     @tf.autograph.experimental.do_not_convert
-    def _end_losses(self) -> None:
-        del self._num_losses[replica_id()]
-
-    @tf.autograph.experimental.do_not_convert
-    def _end_step(self) -> None:
-        late = len(self._model.variables) - self._num_variables.pop(replica_id())
+    def _keep_result(self) -> None:
+        late = len(self._model.variables) - self._steps[replica_id()].num_variables
         if late:
             self.copies.fail(f"{self._model.name} creates {late} variables in a step; {_CALL}")
         self.copies.keep("after", self._state)
+
+    @tf.autograph.experimental.do_not_convert
+    def _end_step(self) -> None:
+        del self._steps[replica_id()]
         self.copies.end()
 
     # Losses.
@@ -190,18 +194,18 @@ class StepObserver:
         """Records the scalar whose gradient a step takes, which a loss scale would multiply."""
         weights = {id(variable.value) for variable in self._model.trainable_variables}
         sources = {id(tensor_of(x)) for x in tree.flatten((args, kwargs))}
-        replica = replica_id() if self._num_losses and weights & sources else -1
-        is_plain = replica not in self._scaled and tf.is_tensor(target)
-        if replica in self._num_losses and is_plain and target.shape.rank == 0:
-            self.has_parts |= self._num_losses[replica] > 0
-            self._num_losses[replica] += 1
+        step = self._steps.get(replica_id()) if self._steps and weights & sources else None
+        is_plain = tf.is_tensor(target) and target.shape.rank == 0
+        if step and is_plain and not step.is_scaled:
+            self.has_parts |= step.num_losses > 0
+            step.num_losses += 1
             self.copies.keep("objective", [target, regularisation(self._model)])
         return inner(tape, target, *args, **kwargs)
 
     def _scale_loss(self, inner: Callable, optimizer: Any, loss: Any) -> Any:
         scaled = inner(optimizer, loss)
-        if scaled is not loss and replica_id() >= 0:
-            self._scaled.add(replica_id())
+        if scaled is not loss and (step := self._steps.get(replica_id())):
+            step.is_scaled = True
         return scaled
 
     # Updates.
@@ -214,7 +218,7 @@ class StepObserver:
         """Copies the state of an optimizer before its first update in a step."""
         weights = trainable_variables if weights is None else weights
         weights = weights if weights is None else list(weights)
-        is_in_step = replica_id() in self._num_losses
+        is_in_step = replica_id() in self._steps
         if not is_in_step and self._optimizers.trains(weights or ()):
             raise ValueError(NOT_WRAPPED)
         if is_in_step:
@@ -246,8 +250,11 @@ class StepObserver:
     ) -> Any:
         names = {id(tensor_of(v)): v.path for v in self._model.variables}
         found = [names.get(id(tensor_of(v)), "") for v in variables]
-        if not any(found) and not self.copies.is_in_step:
+        step = self._steps.get(replica_id())
+        if step is None and not any(found):
             return inner(gradients, variables)  # It trains another model.
+        if step is None:
+            raise ValueError(NOT_WRAPPED)
         if "" in found:
             own = variables[found.index("")]
             self.copies.fail(
@@ -255,25 +262,23 @@ class StepObserver:
                 " not have; pass a list of all models that it trains"
             )
         self._optimizers.updates(optimizer, found)
-        known, replica = self.about["gradients"], replica_id()
+        known = self.about["gradients"]
         known += [name for name in dict.fromkeys(found) if name not in known]
-        applied = self._applied.setdefault(replica, {})
         for name, gradient in zip(found, gradients, strict=True):
-            if applied.setdefault(name, gradient) is not gradient:
+            if step.applied.setdefault(name, gradient) is not gradient:
                 self.repeated.add(name)
-        self._places[replica] = [known.index(name) for name in found]
-        self.copies.keep("raw", gradients, self._places[replica])
+        step.places = [known.index(name) for name in found]
+        self.copies.keep("raw", gradients, step.places)
         return inner(gradients, variables)
 
     def _clip_gradients(self, inner: Callable, gradients: Sequence) -> Any:
         clipped = inner(gradients)
-        if self.copies.is_in_step:
-            self.copies.keep("clipped", clipped, self._places[replica_id()])
+        if step := self._steps.get(replica_id()):
+            self.copies.keep("clipped", clipped, step.places)
         return clipped
 
     def _all_reduce(self, inner: Callable, pairs: Sequence) -> Any:
         reduced = list(inner(pairs))
-        if self.copies.is_in_step:
-            gradients = [gradient for gradient, _ in reduced]
-            self.copies.keep("sums", gradients, self._places[replica_id()])
+        if step := self._steps.get(replica_id()):
+            self.copies.keep("sums", [gradient for gradient, _ in reduced], step.places)
         return reduced

@@ -25,10 +25,15 @@ def tensor_of(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def to_numpy_dtype(value: Any) -> tf.Tensor:
-    """Returns a tensor, or a variable's value; bfloat16, which NumPy cannot save, as float32."""
+def tensors_of(value: Any) -> list[tf.Tensor]:
+    """Returns a tensor, or a variable's value; of a gradient of rows values, indices and size.
+
+    bfloat16, which NumPy cannot save, becomes float32.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        return [*tensors_of(value.values), value.indices, value.dense_shape[0]]
     tensor = tf.convert_to_tensor(tensor_of(value))
-    return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+    return [tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor]
 
 
 def is_seed(variable: keras.Variable) -> bool:
@@ -44,17 +49,18 @@ def replica_id() -> int:
 
 def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
     """Returns a batch with its examples in another order, if its step is recorded."""
-    parts = leaves(data)
 
     def order(number: np.int64, size: np.int32) -> np.ndarray:
+        if number < 0:
+            return np.arange(int(size))
         return np.random.default_rng([*seed, int(number)]).permutation(int(size))
 
-    def permute() -> list[tf.Tensor]:
-        chosen = tf.numpy_function(order, [number, tf.shape(parts[0])[0]], tf.int64)
-        return [tf.ensure_shape(tf.gather(part, chosen), part.shape) for part in parts]
+    chosen = tf.numpy_function(order, [number, tf.shape(leaves(data)[0])[0]], tf.int64)
 
-    moved = iter(tf.cond(number >= 0, permute, lambda: [tf.identity(part) for part in parts]))
-    return tree.map_structure(lambda leaf: None if leaf is None else next(moved), data)
+    def permute(leaf: Any) -> Any:
+        return leaf if leaf is None else tf.ensure_shape(tf.gather(leaf, chosen), leaf.shape)
+
+    return tree.map_structure(permute, data)
 
 
 def replicas_here(strategy: tf.distribute.Strategy) -> list[int]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_steps import *
 from lockstep import compare, record_jax
-from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.devices import dtype_of
 from recording import Trace
 
 
