@@ -23,7 +23,7 @@ from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import is_split_by_deepspeed, version_of
-from lockstep.recorders.torch.recording import Recording, unwrapped
+from lockstep.recorders.torch.recording import Recording, Step, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, random_states, settings_of
@@ -49,14 +49,10 @@ class Recorder:
         if request.shards and self.replay:
             self._require_local_layers(self.replay)
             self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
-        self.forward = ForwardObserver(
-            own, self.replay, seed=request.permute, shards=self.shards, modules=self.modules,
-            begin=self._begin, end=self._end_step,
-        )  # fmt: skip
-        self.gradients = GradientObserver(
-            own, self.forward, self._begin, self._end_step, self._prepare
-        )
-        self.has_hooks, self.counters = False, Hooks()
+        own.begin, own.end = self._begin, self._end_step
+        self.forward = ForwardObserver(own, request.permute)
+        self.gradients = GradientObserver(own, self.forward, self._prepare)
+        self.counters = Hooks()
         self.notes = Notes(lambda: own.is_updated)
 
     def _require_local_layers(self, replay: Replay) -> None:
@@ -87,20 +83,21 @@ class Recorder:
     def _start_step(self) -> None:
         """Begins a step, and installs or removes the hooks."""
         own = self.recording
-        own.forget()
+        own.step = Step()
         own.is_on = own.number in own.wanted and not own.output.has_failed
         if own.is_on:
             self._install()
-        elif self.has_hooks:
+        elif own.has_hooks:
             own.output.forget()
             own.hooks.close()
-            self.has_hooks = False
+            own.has_hooks = False
 
     def _install(self) -> None:
-        if not self.has_hooks:
-            self.has_hooks = True
-            self.forward.install()
-            self.gradients.install()
+        if not self.recording.has_hooks:
+            self.recording.has_hooks = True
+            for observer in (self.forward, self.modules, self.shards, self.gradients):
+                if observer:
+                    observer.install()
 
     def _prepare(self) -> None:
         """Installs the hooks of the next step, whose first forward pass is too late for it."""

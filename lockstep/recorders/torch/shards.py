@@ -76,8 +76,7 @@ class ShardRunner:
             return
         text = f"step {own.number} has other examples than {self.replay.name}"
         warnings.warn(f"{path}: {text}; not computed for each shard", stacklevel=2)
-        step = own.step
-        step.arrays = {x: value for x, value in step.arrays.items() if x[:7] != "shards/"}
+        own.kept("shards").clear()
 
     def _forward(self, forward: Any, *args: Any, **options: Any) -> Any:
         """Replica 0 comes last: the model keeps its statistics, and the random state after it."""
