@@ -157,13 +157,17 @@ class Modules:
         advice = 'they are not recorded; pass a pattern, as in modules="layers.*"'
         warnings.warn(f"modules=True: {text}: {advice}", stacklevel=2)
 
-    def indexed(self, name: str) -> str:
-        """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`."""
-        start, _, module = name.partition(":")
-        if not module:
-            return name
-        start, number = start.rsplit("/", 1)
-        return f"{start}/{int(number) * len(self.names) + self.names.index(module)}"
+
+def indexed(names: Sequence[str], name: str) -> str:
+    """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`.
+
+    `names` has all modules, in their order in the file.
+    """
+    start, _, module = name.partition(":")
+    if not module:
+        return name
+    start, number = start.rsplit("/", 1)
+    return f"{start}/{int(number) * len(names) + names.index(module)}"
 
 
 def _nodes_to(edge: Any, outputs: Sequence[Tensor], number: int) -> Iterator[tuple[Any, int]]:

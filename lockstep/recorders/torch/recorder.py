@@ -1,5 +1,6 @@
 """The recorder: begins and ends steps, and finishes the file."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
-from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.modules import Modules, indexed
 from lockstep.recorders.torch.private import is_split_by_deepspeed, version_of
 from lockstep.recorders.torch.recording import Recording, Step, unwrapped
 from lockstep.recorders.torch.replay import Replay
@@ -47,19 +48,16 @@ class Recorder:
         self.modules = Modules(own, request.modules) if request.modules else None
         self.shards = None
         if request.shards and self.replay:
-            self._require_local_layers(self.replay)
+            # Not if the parts of the other recording compute one BatchNorm together.
+            classes = [str(layer.get("class")) for layer in self.replay.trace.about.layers]
+            is_local = not any("SyncBatchNorm" in name for name in classes)
+            require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
             self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
         own.begin, own.end = self._begin, self._end_step
         self.forward = ForwardObserver(own, request.permute)
         self.gradients = GradientObserver(own, self.forward, self._prepare)
         self.counters = Hooks()
         self.notes = Notes(lambda: own.is_updated)
-
-    def _require_local_layers(self, replay: Replay) -> None:
-        """Raises an error if the parts of the other recording compute one BatchNorm together."""
-        classes = [str(layer.get("class")) for layer in replay.trace.about.layers]
-        is_local = not any("SyncBatchNorm" in name for name in classes)
-        require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
 
     def __enter__(self) -> None:
         own, place = self.recording, self.recording.placement
@@ -177,9 +175,7 @@ class Recorder:
                 text += " was wrapped or sharded"
             warnings.warn(text, stacklevel=3)
         about = self.request.about("torch", error, self.replay) | self._about()
-        if self.modules:
-            about["modules"] = self.modules.names
-        own.output.close(about, self.modules.indexed if self.modules else str)
+        own.output.close(about, functools.partial(indexed, about["modules"]))
 
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
@@ -188,8 +184,6 @@ class Recorder:
         wrapper = "fully_shard" if place.of_fsdp else wrapper
         layers = [*layers_of(own.module.named_modules()), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
-            "framework": "torch",
-            "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
             "wrapper": wrapper,
@@ -205,13 +199,12 @@ class Recorder:
             "not_updated": own.not_updated(),
             "trained": own.number - self.request.first_step,
             "skipped": own.num_skipped,
+            "modules": self.modules.names if self.modules else [],
             **own.per_step,
         }
         if not place.mesh:
             return about | {"replicas": [place.rank]}
-        placements = place.placements
-        if self.modules:
-            placements = {self.modules.indexed(x): text for x, text in placements.items()}
+        placements = {indexed(about["modules"], x): y for x, y in place.placements.items()}
         names = {key: name for key, name in self.request.names.items() if key in described}
         about |= {"mesh": place.mesh.sizes, "ranks": [place.rank], "data_axes": place.mesh.data}
         return about | {"placements": placements, "names": names}

@@ -302,8 +302,7 @@ class Recording:
                     self.shapes[f"{kind}/{index}"] = shape
                     value = value.to_dense() if value.layout != torch.strided else value
                     part = self.placement.split_sums(kind, index, shape)
-                    found = sample_of(self.sample, value.detach(), shape, part)
-                    return {f"/{end}": array for end, array in found.items()}
+                    return sample_of(self.sample, value.detach(), shape, part)
             value = self.rows(kind, value, self.placement.placements.get(f"{kind}/{index}", ""))
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
             return {

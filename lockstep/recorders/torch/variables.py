@@ -21,23 +21,17 @@ class Variables:
         module: The model.
         optimizer: One optimizer, several, or None for those that exist.
         others: Name → module, or mapping of names to tensors.
-
-    Attributes:
-        weights: Name of a weight → the weight.
-        given: Those of the argument, without wrappers.
-        optimizers: All that update a weight of the model, as far as they have been seen.
-        described: Name of a variable → its description, in the order of their arrays.
-        stepped: The optimizers that have updated a weight in this step.
-        trainers: Those that were given, or have updated a weight in any step.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
         self.module, self.others = module, others
-        self.weights = dict(module.named_parameters())
+        self.weights = dict(module.named_parameters())  # By name.
         odd = [f"{name} is {p.dtype}" for name, p in self.weights.items() if p.is_complex()]
         text = "which cannot be recorded; keep its real and imaginary part as one real weight"
         require(not odd, f"model: {', '.join(odd[:1])}, {text}")
+        # Name of a variable → its description, in the order of their arrays.
         self.described: dict[str, dict[str, Any]] = {}
+        # The optimizers that have updated a weight in this step, and in the one before.
         self.stepped, self._stepped_before = list[Any](), list[Any]()
         self._names: dict[Any, list[str]] = {}
         for name, p in self.weights.items():
@@ -49,7 +43,8 @@ class Variables:
             kinds = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(layer), kind)]
             self._layouts[name] = kinds[0] if kinds and leaf == "weight" else ""
         self.given = _given(optimizer)
-        self.optimizers, self.trainers = [*self.given], [*self.given]
+        self.optimizers = [*self.given]  # All that update a weight, as far as they have been seen.
+        self.trainers = [*self.given]  # And those that have updated one in any step.
         for each in self.optimizers:
             updated = {p for group in each.param_groups for p in group["params"]}
             require(
