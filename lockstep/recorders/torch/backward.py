@@ -19,6 +19,7 @@ from lockstep.recorders.torch.added_gradients import AddedGradients, is_zero
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
+    Targets,
     clipping,
     move_first,
     of_pipelines,
@@ -74,11 +75,11 @@ class GradientObserver:
 
     # Functions of PyTorch.
 
-    def _targets(self) -> list[tuple[Any, str, Any]]:
+    def _targets(self) -> Targets:
         """Returns the functions that clip gradients and scale losses, and what replaces each."""
         utils, scaler = nn.utils, torch.amp.GradScaler
         of_norm, of_value = (functools.partial(self._clip, kind) for kind in ("norm", "value"))
-        found = [(owner, "clip_grad_value_", of_value) for owner in (utils, utils.clip_grad)]
+        found: Targets = [(x, "clip_grad_value_", of_value) for x in (utils, utils.clip_grad)]
         if hasattr(utils, "clip_grads_with_norm_"):  # A public name of what clips by a norm.
             found.append((utils, "clip_grads_with_norm_", of_norm))
         found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
@@ -219,7 +220,7 @@ class GradientObserver:
             elif own.at_turn:  # The others have not stepped: the step before ended unseen.
                 own.step, own.takes_turns = own.at_turn, True
                 own.end()
-                own.postpone()
+                own.drop(is_replaced=True)
         if own.variables.add(optimizer) and own.has_hooks:
             hook = optimizer.register_step_pre_hook(self._before_update)
             own.hooks.enter_context(hook)

@@ -180,16 +180,12 @@ class Recording:
         arrays += map(to_array, self.step.losses)
         return not all(np.isfinite(x).all() for x in arrays if isinstance(x, np.ndarray))
 
-    def drop(self) -> None:
-        """Leaves the step out of the file."""
+    def drop(self, *, is_replaced: bool = False) -> None:
+        """Leaves the step out of the file; `is_replaced` records a later one in its place."""
         self.step, self.is_on = Step(), False
-        self.dropped.add(self.number)
-
-    def postpone(self) -> None:
-        """Leaves the step out of the file, and records a later one in its place."""
-        self.step, self.is_on = Step(), False
-        if self.number in self.wanted:
+        if is_replaced and self.number in self.wanted:
             self.wanted ^= {self.number, max(self.wanted) + 1}
+        self.dropped.add(self.number)
 
     def kept(self, kind: str) -> dict[Any, dict[str, Any]]:
         """Returns the arrays of a kind in this step, as those of `Arrays`."""
@@ -261,8 +257,8 @@ class Recording:
         self, kind: str, index: int, value: Any, scale: float = 1.0, item: int | None = None
     ) -> None:
         """Saves one array; None and what is no number are left out."""
-        copy = not self._is_written_at_once(kind)
-        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=copy), item)
+        is_written = self._is_written_at_once(kind)
+        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=not is_written), item)
 
     def put(
         self, kind: str, index: Any, arrays: Mapping[str, Any], item: int | None = None

@@ -33,15 +33,12 @@ class Variables:
         self.described: dict[str, dict[str, Any]] = {}
         # The optimizers that have updated a weight in this step, and in the one before.
         self.stepped, self._stepped_before = list[Any](), list[Any]()
-        self._names: dict[Any, list[str]] = {}
-        for name, p in self.weights.items():
-            self._names.setdefault(p, []).append(name)
-        owners = dict(module.named_modules())
-        self._layouts = {}
-        for name in self.weights:
-            layer, _, leaf = name.rpartition(".")
-            kinds = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(layer), kind)]
-            self._layouts[name] = kinds[0] if kinds and leaf == "weight" else ""
+        self._names = {p: name for name, p in self.weights.items()}
+        self._layouts = {
+            f"{name}.weight".lstrip("."): layout
+            for kind, layout in LAYOUTS.items()
+            for name, layer in module.named_modules() if isinstance(layer, kind)
+        }  # fmt: skip
         self.given = _given(optimizer)
         self.optimizers = [*self.given]  # All that update a weight, as far as they have been seen.
         self.trainers = [*self.given]  # And those that have updated one in any step.
@@ -85,14 +82,14 @@ class Variables:
 
     def names_of(self, optimizer: Any) -> list[str]:
         """Returns the names of the model's weights that an optimizer updates."""
-        groups = optimizer.param_groups
-        return [name for x in groups for p in x["params"] for name in self._names.get(p, ())]
+        weights = (p for group in optimizer.param_groups for p in group["params"])
+        return [self._names[p] for p in weights if p in self._names]
 
     def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
         """Returns the settings of an optimizer's groups, with the names of their weights."""
         found = []
         for group in optimizer.param_groups:
-            weights = [name for p in group["params"] for name in self._names.get(p, ())]
+            weights = [self._names[p] for p in group["params"] if p in self._names]
             own: dict[str, Any] = {"optimizer": type(optimizer).__name__, "weights": weights}
             if group.get("fused") and any(p.is_cuda for p in group["params"]):
                 own["betas_in"] = "float32"
@@ -130,7 +127,7 @@ class Variables:
     def of_model(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of weights and statistics."""
         for name, p in self.weights.items():
-            yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
+            yield {"name": name, "kind": "weight", "layout": self._layouts.get(name, "")}, p
         for name, buffer in self.module.named_buffers():
             yield {"name": name, "kind": "statistic", "layout": ""}, real(buffer)
 
