@@ -32,14 +32,13 @@ class Modules:
     Args:
         recording: What has the model and the arrays.
         pattern: True for all modules, or a pattern of their names.
-
-    Attributes:
-        names: The modules in the order of their first call.
-        rows: The examples of the batch that the model computes now, and the size of the batch.
     """
 
     def __init__(self, recording: "Recording", pattern: bool | str) -> None:
-        self.recording, self.names, self.now = recording, list[str](), dict[str, Any]()
+        self.recording = recording
+        self.names = list[str]()  # The modules in the order of their first call.
+        self.now: Any = None  # The arrays of the step.
+        # The examples of the batch that the model computes now, and the size of the batch.
         self.rows: tuple[Tensor, int] | None = None
         self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
         self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.

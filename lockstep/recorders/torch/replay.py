@@ -1,6 +1,7 @@
 """Starts each step from the state of another recording."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,10 +24,10 @@ _MOST_NAMED = 3  # Variables in a warning.
 class Part(NamedTuple):
     """A forward pass of a replica in another recording: the bytes of its examples, if any."""
 
+    number: int
     replica: int
     rows: list[bytes] | None
     random: list[Tensor]
-    number: int = 0
 
 
 class Replay:
@@ -106,6 +107,7 @@ class Replay:
 
     def parts(self, step: int) -> Iterator[Part]:
         """Yields the forward passes of a step."""
+        numbers = itertools.count()
         for replica in self.trace.shards:
             number = self.trace.micro_batches(self.states.position(step), replica)
             data = self.trace.arrays(self.states.position(step), "data", replica) or []
@@ -114,7 +116,9 @@ class Replay:
                 own, of_each = data[start * len(data) // number :], len(states) // number
                 random = states[start * of_each :][:of_each]
                 rows = rows_of(own[0]) if own and own[0].ndim else []
-                yield Part(replica, None if own and not own[0].ndim else rows, random)
+                yield Part(
+                    next(numbers), replica, None if own and not own[0].ndim else rows, random
+                )
 
     # Loading.
 
