@@ -47,7 +47,7 @@ class GradientObserver:
     ) -> None:
         self.recording, self.forward, self.on_update = recording, forward, on_update
         self.added = AddedGradients(recording)
-        self.depth, self.has_gradients, self.has_after_left = 0, False, False
+        self.has_gradients = self.has_after_left = False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
         for owner, name, _ in self._targets():
             private(owner, name)
@@ -161,7 +161,7 @@ class GradientObserver:
     def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         own = self.recording
-        if not self.depth and not own.step.was_called and own.is_over():
+        if not own.depth and not own.step.was_called and own.is_over():
             own.end()  # Of a training that calls parts of the model.
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
@@ -170,14 +170,12 @@ class GradientObserver:
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
             self.forward.before_ddp(own.ddp)
-        self.depth += 1
-        own.is_in_backward = True
+        own.depth += 1
         try:
             inner(tensors, *args, **options)
         finally:
-            self.depth -= 1
-            own.is_in_backward = self.depth > 0
-        if own.is_on and not self.depth:
+            own.depth -= 1
+        if own.is_on and not own.depth:
             self._after_backward(tensors)
 
     def _after_backward(self, tensors: Any) -> None:
@@ -301,7 +299,7 @@ class GradientObserver:
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""
         own = self.recording
-        if self.depth:
+        if own.depth:
             self.has_after_left = True
             return
         pairs = [*own.variables.of_model(), *own.variables.of_optimizers()]

@@ -60,7 +60,7 @@ class ForwardObserver:
     def _before_part(self, part: nn.Module, *_: Any) -> None:
         """Begins a step of a training that calls parts of the model, and never the whole."""
         own = self.recording
-        is_other = self.calls_whole or own.is_ignored or own.is_in_backward or in_transform()
+        is_other = self.calls_whole or own.is_ignored or own.depth or in_transform()
         if is_other or not (part.training and torch.is_grad_enabled()):
             return
         if own.is_over():
@@ -101,9 +101,9 @@ class ForwardObserver:
             warnings.warn(f"{text}: {seen}", stacklevel=2)
             own.step.is_transformed = True
             return None
-        if own.is_in_backward and own.step.num_forward:
+        if own.depth and own.step.num_forward:
             return None  # Checkpointing computes the pass again.
-        if own.is_in_backward and own.is_updated:
+        if own.depth and own.is_updated:
             text = "the model is checkpointed as a whole with use_reentrant=True, which hides its"
             warnings.warn(f"{text} forward pass; pass use_reentrant=False", stacklevel=2)
             return None

@@ -126,7 +126,7 @@ class Recording:
         self.sample, self.step = request.sample, Step()
         self.is_on = False  # Whether the current step is recorded.
         self.is_ignored = False  # Whether forward passes are not those of the training.
-        self.is_in_backward = False  # Whether a backward pass is computed.
+        self.depth = 0  # Backward passes that are computed now, one within another.
         self.is_updated = False  # Whether an optimizer has updated a weight in this step.
         # Optimizers that each update once in a step; unless one updates twice before others do, so
         # that each update is a step: then, `at_turn` has what was seen before the first forward
