@@ -33,6 +33,10 @@ _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("nesterov", "amsgrad"), (bool,)),
     "betas_in": (str,),
 }
+_PER_STEP = {  # Key → what it has of each step, or nothing.
+    **{"settings": "list of groups", "micro_batches": "number", "loss_scale": "number"},
+    **{"in_evaluation": "list of layers", "calls": "list of texts", "passes": "list of texts"},
+}
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -166,9 +170,9 @@ def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
     """Yields the same for what is known of each step, and of layers."""
     steps = about.steps
     weights = {variable.name for variable in about.variables if variable.kind == WEIGHT}
-    groups = [group for step in about.settings for group in step]
-    yield "settings", len(about.settings) in (0, len(steps)), "one list of groups for each step"
-    for group in groups:
+    for key, what in _PER_STEP.items():
+        yield key, len(getattr(about, key)) in (0, len(steps)), f"one {what} for each step"
+    for group in itertools.chain(*about.settings):
         names = group.get("weights", [])
         are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
         is_right = are_texts and weights.issuperset(names)
@@ -185,17 +189,10 @@ def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
         yield "layers", is_right, "names, classes and weights"
         is_right = isinstance(layer.get("settings", {}), Mapping)
         yield "settings in layers", is_right, "names and values"
-    counts = about.micro_batches
-    yield "micro_batches", len(counts) in (0, len(steps)), "one number for each step"
-    modes = about.in_evaluation
-    yield "in_evaluation", len(modes) in (0, len(steps)), "one list of layers for each step"
-    yield "calls", len(about.calls) in (0, len(steps)), "one list of texts for each step"
     yield "calls", all(map(_is_call, itertools.chain(*about.calls))), "'clip norm 1' and the like"
-    yield "passes", len(about.passes) in (0, len(steps)), "one list of texts for each step"
-    scales = about.loss_scale
-    yield "loss_scale", len(scales) in (0, len(steps)), "one number for each step"
-    yield "loss_scale", all(0 < scale < math.inf for scale in scales), "positive numbers"
-    are_counts = all(0 < count <= MAX_MICRO_BATCHES for count in counts)
+    are_positive = all(0 < scale < math.inf for scale in about.loss_scale)
+    yield "loss_scale", are_positive, "positive numbers"
+    are_counts = all(0 < count <= MAX_MICRO_BATCHES for count in about.micro_batches)
     yield "micro_batches", are_counts, f"whole numbers from 1 to {MAX_MICRO_BATCHES}"
 
 

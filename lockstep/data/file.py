@@ -285,7 +285,10 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
     for place in sorted(parts):
         position, kind, item, index = place.split("/")
         group, names = f"{position}/{kind}/{item}", trace.names_of(kind)
-        if kind != "data" and any(_is_text(arrays.data[name]) for name in _members(place, parts)):
+        members = [arrays.data[f"{place}/{part}".rstrip("/")] for part in parts[place]]
+        if kind != "data" and any(
+            getattr(x, "dtype", np.dtype(float)).kind in "SU" for x in members
+        ):
             raise Fault(f"has a text in {place}, which no trace has; record numbers")
         items = trace.copies if is_local else trace.items(kind)
         if kind == "own_after" and f"{position}/shards/0" in counts:
@@ -308,15 +311,6 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
                 f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
                 " it again"
             )
-
-
-def _members(place: str, parts: Mapping[str, set[str]]) -> list[str]:
-    """Returns the names of the arrays of a place."""
-    return [f"{place}/{part}".rstrip("/") for part in parts[place]]
-
-
-def _is_text(array: Any) -> bool:
-    return getattr(array, "dtype", np.dtype(float)).kind in "SU"
 
 
 def _shape_of(

@@ -16,7 +16,7 @@ A `Sampled` array converts to a vector of float64: the elements, then the sums o
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +94,8 @@ class Sample(NamedTuple):
         own = self.select(shape, part)
         elements = np.zeros(self.elements, array.dtype)
         elements[own.is_here] = array[own.places]
-        return {"elements": elements, "sums": _sums(array, own.rows, own.columns)}
+        sums = sums_of(array, own.rows, own.columns, lambda x: np.asarray(x, np.float64))
+        return {"elements": elements, "sums": np.append(*sums)}
 
     def of(self, array: np.ndarray) -> "Sampled":
         """Returns the sampled array."""
@@ -127,18 +128,25 @@ class Selection(NamedTuple):
     columns: np.ndarray
 
 
-def _sums(array: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns the K sums, and that of squares, in float64; of a part of the rows at a time."""
+def sums_of(
+    array: Any, rows: np.ndarray, columns: np.ndarray, to_float64: Callable[[Any], Any]
+) -> tuple[Any, Any]:
+    """Returns the K sums, and that of squares; computed for some rows at a time.
+
+    Args:
+        array: an array, or a tensor of a framework.
+        rows, columns: the signs of its first index, and of its others.
+        to_float64: returns an array, or a part of `array`, as the framework computes with it.
+    """
     width = max(math.prod(array.shape[1:]), 1)
-    of_rows, squares = rows.astype(np.float64), 0.0
-    total, number = np.zeros((len(rows), width)), max(CHUNK // width, 1)
+    signs, number = to_float64(rows), max(CHUNK // width, 1)
+    total, squares = to_float64(np.zeros((len(rows), width))), to_float64(np.zeros(()))
     with np.errstate(all="ignore"):  # Of gradients that overflow.
         for start in range(0, len(array), number):
-            chunk = np.asarray(array[start : start + number], np.float64)
-            chunk = chunk.reshape(len(chunk), width)
-            total += of_rows[:, start : start + number] @ chunk
-            squares += float(np.sum(np.square(chunk)))
-        return np.append(np.sum(total * columns.reshape(len(rows), width), axis=1), squares)
+            chunk = to_float64(array[start : start + number]).reshape(-1, width)
+            total += signs[:, start : start + number] @ chunk
+            squares += (chunk * chunk).sum()
+        return (total * to_float64(columns).reshape(len(rows), width)).sum(1), squares
 
 
 @functools.lru_cache(maxsize=1024)

@@ -148,15 +148,12 @@ class Request:
         require(is_known, f"shards={shards!r}: must be 'each', with replay= and in one process")
         self.wanted = wanted_steps(steps, first_step)
         self._is_default, self._start = steps is DEFAULT_STEPS, start
-        self.sample: Sample | None = None
-        self._is_chosen = sample is not None or self.replay is not None
-        is_number = isinstance(sample, int) and not isinstance(sample, bool)
-        is_right = sample is None or (is_number and (sample == 0 or sample >= LEAST_SAMPLE))
+        is_number = type(sample) is int and (sample == 0 or sample >= LEAST_SAMPLE)
+        is_right = sample is None or is_number
         require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
-        if sample:
-            self._take(Sample(sample))
-        elif sample is None and self.replay and (found := sample_in(self.replay)):
-            self._take(Sample(**found))
+        self._is_chosen = sample is not None or self.replay is not None
+        found = sample_in(self.replay) if sample is None and self.replay else {}
+        self._take(Sample(sample) if sample else Sample(**found) if found else None)
 
     def choose_sample(self, size_bytes: int) -> None:
         """Samples a model whose weights have many bytes together, unless the script has chosen."""
@@ -164,9 +161,9 @@ class Request:
             self._take(Sample(USUAL_SAMPLE))
         self._is_chosen = True
 
-    def _take(self, sample: Sample) -> None:
+    def _take(self, sample: Sample | None) -> None:
         self.sample = sample
-        if self._is_default:  # Later steps would start from other states.
+        if sample and self._is_default:  # Later steps would start from other states.
             self.wanted.intersection_update({min(self.wanted)})
 
     @property

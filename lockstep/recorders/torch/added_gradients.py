@@ -5,10 +5,8 @@ pass when a second one begins. Only those that a script adds itself, or that wer
 those by weights that `fully_shard` has split are copied in the first pass, too.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from lockstep.recorders.common import Hooks
@@ -33,11 +31,10 @@ class AddedGradients:
 
     Args:
         recording: What has the model and the arrays.
-        begin: Is called before the first arrays of a step.
     """
 
-    def __init__(self, recording: Recording, begin: Callable[..., None]) -> None:
-        self.recording, self.begin = recording, begin
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self.indices = {name: index for index, name in enumerate(recording.weights)}
         self.calls = list[bool]()  # Calls that compute now: whether they add to gradients.
         self.hooked = set[str]()
@@ -98,7 +95,7 @@ class AddedGradients:
         is_nested = len(self.calls) > 1 and not self.calls[-1]  # It is returned to another call.
         if not own.is_on or is_nested or name in step.updated:
             return
-        self.begin()
+        own.begin()
         if self.is_new or not step.num_passes or name in step.in_pass:
             self._begin_pass()
         step.in_pass.add(name)
@@ -134,16 +131,12 @@ class AddedGradients:
 
     def _keep_first(self) -> None:
         """Keeps the gradients of the first pass, as a second one begins."""
-        own, step, kept = self.recording, self.recording.step, dict[int, dict[str, np.ndarray]]()
-        for key, array in step.arrays.items():
-            if key.startswith("raw/"):
-                number, slash, end = key.split("/", 2)[2].partition("/")
-                kept.setdefault(int(number), {})[slash + end] = array
-        placements = own.placement.placements
-        for index in kept.keys() - step.first_pass.keys():
+        own, first = self.recording, self.recording.step.first_pass
+        kept, placements = own.kept("raw"), own.placement.placements
+        for index in kept.keys() - first.keys():
             text = placements.get(f"raw/{index}", "")
             placements |= {f"added/{index}": text} if text else {}
-        for index, arrays in sorted((kept | step.first_pass).items()):
+        for index, arrays in sorted((kept | first).items()):
             own.put("added", index, arrays)
 
 

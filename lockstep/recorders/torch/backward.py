@@ -19,6 +19,7 @@ from lockstep.recorders.torch.added_gradients import AddedGradients, is_zero
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
+    Targets,
     clipping,
     move_first,
     of_pipelines,
@@ -38,20 +39,15 @@ class GradientObserver:
     Args:
         recording: What has the model and the arrays.
         forward: Observes its forward passes.
-        begin: Is called before the first arrays of a step.
-        end: Is called at the end of a step.
         on_update: Is called when an optimizer has updated a weight.
     """
 
     def __init__(
-        self, recording: Recording, forward: ForwardObserver, begin: Callable[..., None],
-        end: Callable[[], None], on_update: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.recording, self.forward = recording, forward
-        self.begin, self.end, self.on_update = begin, end, on_update
-        self.added = AddedGradients(recording, begin)
-        self.is_installed = False
-        self.depth, self.has_gradients, self.has_after_left = 0, False, False
+        self, recording: Recording, forward: ForwardObserver, on_update: Callable[[], None]
+    ) -> None:
+        self.recording, self.forward, self.on_update = recording, forward, on_update
+        self.added = AddedGradients(recording)
+        self.has_gradients = self.has_after_left = False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
         for owner, name, _ in self._targets():
             private(owner, name)
@@ -67,9 +63,7 @@ class GradientObserver:
         """Installs the hooks of steps that are recorded."""
         own = self.recording
         add = own.hooks.enter_context
-        self.is_installed = True
         self.added.install()
-        own.hooks.callback(setattr, self, "is_installed", False)
         for optimizer in own.variables.optimizers:  # After the hooks of the script.
             add(optimizer.register_step_pre_hook(self._before_update))
         for target in self._targets():
@@ -81,21 +75,16 @@ class GradientObserver:
 
     # Functions of PyTorch.
 
-    def _targets(self) -> list[tuple[Any, str, Any]]:
+    def _targets(self) -> Targets:
         """Returns the functions that clip gradients and scale losses, and what replaces each."""
         utils, scaler = nn.utils, torch.amp.GradScaler
         of_norm, of_value = (functools.partial(self._clip, kind) for kind in ("norm", "value"))
-        found: list[tuple[Any, str, Any]] = [(utils, "clip_grad_norm_", of_norm)]
-        found += [(utils, "clip_grad_value_", of_value)]
-        found += [(utils.clip_grad, "clip_grad_norm_", of_norm)]
-        found += [(utils.clip_grad, "clip_grad_value_", of_value)]
-        found += clipping(of_norm)
-        if hasattr(utils, "clip_grads_with_norm_"):  # A public name of the same function.
-            found += [(utils, "clip_grads_with_norm_", of_norm)]
+        found: Targets = [(x, "clip_grad_value_", of_value) for x in (utils, utils.clip_grad)]
+        if hasattr(utils, "clip_grads_with_norm_"):  # A public name of what clips by a norm.
+            found.append((utils, "clip_grads_with_norm_", of_norm))
         found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
-        found += [(scaler, "update", self._update_scale)]
-        found += of_pipelines(self._average_micro_batches, self._without_recording)
-        return found
+        found += [(scaler, "update", self._update_scale), *clipping(of_norm)]
+        return found + of_pipelines(self._average_micro_batches, self._without_recording)
 
     def _clip(self, kind: str, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         """Keeps the gradients before the first of several functions clips them."""
@@ -117,17 +106,16 @@ class GradientObserver:
         scaled = original(scaler, *args, **options)
         if scaler.is_enabled():
             step = self.recording.step
-            step.loss_scale = step.scale = float(scaler.get_scale())
+            step.scale = float(scaler.get_scale())
             step.unscaled.clear()
         return scaled
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
-        result = original(scaler, optimizer)
+        result, step = original(scaler, optimizer), self.recording.step
         names = self.recording.variables.names_of(optimizer)
         if names and scaler.is_enabled():
-            self.recording.step.unscaled.update(names)
-            if self.recording.step.calls[-1:] != ["unscale"]:
-                self.recording.step.calls.append("unscale")
+            step.unscaled.update(names)
+            step.calls += ["unscale"] if step.calls[-1:] != ["unscale"] else []
         return result
 
     def _update_scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
@@ -150,11 +138,12 @@ class GradientObserver:
         own, step = self.recording, self.recording.step
         if stage.submod not in (*own.ddps, *own.called, own.module):
             return
-        for key, array in step.arrays.items():
-            if key.split("/")[0] in OF_LOSS and array.dtype.kind == "f":
-                step.arrays[key] = array / array.dtype.type(number)
-                if key.endswith("/sums"):  # The last one is the sum of squares.
-                    step.arrays[key][-1] /= number
+        for arrays in [x for kind in OF_LOSS for x in own.kept(kind).values()]:
+            for end, array in arrays.items():
+                if array.dtype.kind == "f":
+                    arrays[end] = array / array.dtype.type(number)
+                if end == "/sums":  # The last one is the sum of squares.
+                    arrays[end][-1] /= number
         step.losses = [x / number for x in step.losses]
         if own.placement.of_fsdp:  # The schedule reduces after the last backward pass.
             own.save_gradients("sums", own.weights)
@@ -164,7 +153,7 @@ class GradientObserver:
     def _after_gradient(self, index: int, name: str, p: Tensor) -> None:
         own = self.recording
         if own.is_on:
-            self.begin()
+            own.begin()
             self.has_gradients = True
             if name not in own.step.updated:
                 own.save("raw", index, p.grad, own.step.scale_of(name))
@@ -172,8 +161,8 @@ class GradientObserver:
     def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         own = self.recording
-        if not self.depth and not own.step.was_called and own.is_over():
-            self.end()  # Of a training that calls parts of the model.
+        if not own.depth and not own.step.was_called and own.is_over():
+            own.end()  # Of a training that calls parts of the model.
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
         if own.is_on:
@@ -181,14 +170,12 @@ class GradientObserver:
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
             self.forward.before_ddp(own.ddp)
-        self.depth += 1
-        own.is_in_backward = True
+        own.depth += 1
         try:
             inner(tensors, *args, **options)
         finally:
-            self.depth -= 1
-            own.is_in_backward = self.depth > 0
-        if own.is_on and not self.depth:
+            own.depth -= 1
+        if own.is_on and not own.depth:
             self._after_backward(tensors)
 
     def _after_backward(self, tensors: Any) -> None:
@@ -215,9 +202,8 @@ class GradientObserver:
         left = {i: p for i, (n, p) in enumerate(own.weights.items()) if n not in step.updated}
         if not all(is_zero(p.grad) for p in left.values()):
             return
-        starts = tuple(f"{x}/{own.placement.rank}/{i}" for x in ("raw", "sums") for i in left)
-        arrays = (x for key, x in step.arrays.items() if key.removesuffix("/elements") in starts)
-        if any(map(np.any, arrays)):
+        kept = (own.kept(kind).get(i, {}) for kind in ("raw", "sums") for i in left)
+        if any(np.any(each.get("", each.get("/elements", 0))) for each in kept):
             step.calls.append("clear")
             step.num_cleared = len(step.losses)
 
@@ -226,14 +212,14 @@ class GradientObserver:
     def _before_any_update(self, optimizer: Any, args: Any, options: Any) -> None:
         """Adds an optimizer that was not known; PyTorch calls its new hook in this step, too."""
         own = self.recording
-        if own.variables.has_stepped(optimizer):
+        if own.variables.have_stepped([optimizer]):
             if not own.step.is_differentiated:
-                self.end()  # No forward pass has ended it.
+                own.end()  # No forward pass has ended it.
             elif own.at_turn:  # The others have not stepped: the step before ended unseen.
                 own.step, own.takes_turns = own.at_turn, True
-                self.end()
-                own.postpone()
-        if own.variables.add(optimizer) and self.is_installed:
+                own.end()
+                own.drop(is_replaced=True)
+        if own.variables.add(optimizer) and own.has_hooks:
             hook = optimizer.register_step_pre_hook(self._before_update)
             own.hooks.enter_context(hook)
 
@@ -266,11 +252,11 @@ class GradientObserver:
         own = self.recording
         names = own.variables.names_of(optimizer)
         # A wrapper may update its groups one after another.
-        is_again = own.variables.has_stepped(optimizer) and own.step.updated.issuperset(names)
+        is_again = own.variables.have_stepped([optimizer]) and own.step.updated.issuperset(names)
         is_again |= id(optimizer) in self.settings
         if not own.is_on or not names or is_again:
             return
-        self.begin()
+        own.begin()
         if not own.step.num_forward:  # The whole model is in evaluation mode.
             own.note_modes()
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
@@ -305,15 +291,15 @@ class GradientObserver:
         if own.is_on:
             self._save_after(optimizer, names, is_first)
         self.on_update()
-        if not own.step.is_differentiated and own.variables.have_all_stepped:
-            self.end()  # The next step begins now, as no forward pass shows where.
+        if not own.step.is_differentiated and own.variables.have_stepped(own.variables.optimizers):
+            own.end()  # The next step begins now, as no forward pass shows where.
             if own.is_on:
-                self.begin(is_forward=True)
+                own.begin(is_forward=True)
 
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""
         own = self.recording
-        if self.depth:
+        if own.depth:
             self.has_after_left = True
             return
         pairs = [*own.variables.of_model(), *own.variables.of_optimizers()]

@@ -3,18 +3,15 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import Hooks
-from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import in_transform, tree_leaves, uncompiled
-from lockstep.recorders.torch.recording import Recording, called_in
-from lockstep.recorders.torch.replay import Replay
-from lockstep.recorders.torch.shards import ShardRunner
+from lockstep.recorders.torch.recording import Recording, called_in, copied
 from lockstep.recorders.torch.values import (
     computed_in,
     is_dtensor,
@@ -34,21 +31,11 @@ class ForwardObserver:
 
     Args:
         recording: What has the model and the arrays.
-        replay: The recording to start from; None without one.
         seed: Of the permutation of examples; None without one.
-        shards: Runs the model for each part of a batch; None to run it as it is.
-        modules: Copies what modules compute; None without it.
-        begin: Is called before the first arrays of a step; with True, in a forward pass.
-        end: Is called at the end of the step before.
     """
 
-    def __init__(
-        self, recording: Recording, replay: Replay | None, *, seed: int | None,
-        shards: ShardRunner | None, modules: Modules | None, begin: Callable[..., None],
-        end: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.recording, self.replay, self.seed = recording, replay, seed
-        self.shards, self.modules, self.begin, self.end = shards, modules, begin, end
+    def __init__(self, recording: Recording, seed: int | None) -> None:
+        self.recording, self.seed = recording, seed
         self.inverse: Tensor | None = None
         self.of_last_layer: list[Tensor] = []
         self.num_rows = 0
@@ -73,15 +60,14 @@ class ForwardObserver:
     def _before_part(self, part: nn.Module, *_: Any) -> None:
         """Begins a step of a training that calls parts of the model, and never the whole."""
         own = self.recording
-        if self.calls_whole or not part.training or own.is_ignored or own.is_in_backward:
-            return
-        if in_transform() or not torch.is_grad_enabled():
+        is_other = self.calls_whole or own.is_ignored or own.depth or in_transform()
+        if is_other or not (part.training and torch.is_grad_enabled()):
             return
         if own.is_over():
-            self.end()
+            own.end()
         own.step.has_graph = True
         if own.is_on:
-            self.begin(is_forward=True)
+            own.begin(is_forward=True)
 
     def _note_other(self, name: str, *_: Any) -> None:
         """Notes that a further module has been called with gradients."""
@@ -96,20 +82,13 @@ class ForwardObserver:
             add(model.register_forward_hook(self._after))
         for _, layer in own.module.named_modules():
             add(layer.register_forward_hook(self._note_dtype))
-        if self.modules:
-            self.modules.install()
         for ddp in own.ddps:
             add(ddp.register_forward_pre_hook(self.before_ddp))
-            add(ddp.register_forward_hook(self._after_ddp))
-        if self.shards:
-            self.shards.install()
+            add(ddp.register_forward_hook(lambda *_: setattr(self, "is_in_ddp", False)))
 
     def before_ddp(self, ddp: Any, *_: Any) -> None:
         """Notes whether DDP reduces the gradients of the forward pass that begins."""
         self.is_in_ddp, self.is_reduced = True, ddp.require_backward_grad_sync
-
-    def _after_ddp(self, *_: Any) -> None:
-        self.is_in_ddp = False
 
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         own = self.recording
@@ -117,22 +96,21 @@ class ForwardObserver:
             return None
         self.calls_whole = True
         if in_transform():
-            text = (
-                "the model is called within torch.func, whose tensors cannot be recorded: of this"
-            )
-            warnings.warn(f"{text} pass, only gradients that are applied are seen", stacklevel=2)
+            text = "the model is called within torch.func, whose tensors cannot be recorded"
+            seen = "of this pass, only gradients that are applied are seen"
+            warnings.warn(f"{text}: {seen}", stacklevel=2)
             own.step.is_transformed = True
             return None
-        if own.is_in_backward and own.step.num_forward:
+        if own.depth and own.step.num_forward:
             return None  # Checkpointing computes the pass again.
-        if own.is_in_backward and own.is_updated:
+        if own.depth and own.is_updated:
             text = "the model is checkpointed as a whole with use_reentrant=True, which hides its"
             warnings.warn(f"{text} forward pass; pass use_reentrant=False", stacklevel=2)
             return None
         if own.step.outside is not None and module is not self.outer:
             return None  # One model calls another.
         if own.is_over():
-            self.end()
+            own.end()
         own.step.was_called, self.outer = True, module
         if not module.training:
             own.step.is_evaluated = True
@@ -144,31 +122,26 @@ class ForwardObserver:
         if own.is_skipped():
             own.skip()
             own.step.was_called = True
-        self.begin(is_forward=True)
+        own.begin(is_forward=True)
         step, is_inner = own.step, own.step.outside is not None
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
-            step.arrays, step.num_forward, self.inverse = (
-                step.outside or {},
-                step.num_forward - 1,
-                None,
-            )
-        step.outside, self.of_last_layer = dict(step.arrays), []
-        tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
-        shapes = (x.shape for x in map(local, tensors) if x.dim())
-        own.placement.row_sizes = next(shapes, ())
+            step.arrays, self.inverse = step.outside or {}, None
+            step.num_forward -= 1
+        step.outside, self.of_last_layer = copied(step.arrays), []
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
-        sizes = [len(local(x)) for x in batch if x.dim()]
+        sizes = own.placement.row_sizes = next((local(x).shape for x in batch if x.dim()), ())
+        self.num_rows = sizes[0] if sizes else 0
         if self.seed is not None and sizes and not is_inner:
             generator = torch.Generator().manual_seed(self.seed + own.number)
-            order = torch.randperm(sizes[0], generator=generator)
+            order = torch.randperm(self.num_rows, generator=generator)
             self.inverse = torch.argsort(order)
-            args, options, batch = take((args, options, batch), order, len(order))
+            args, options, batch = take((args, options, batch), order, self.num_rows)
         own.add("random", random_states())
         # What another model has computed in this step is no example: only its place is kept.
-        is_made = [len(own.called) > 1 and x.grad_fn is not None for x in batch]
-        pairs = zip(batch, is_made, strict=True)
-        own.add("data", [x.new_zeros(()) if made else x for x, made in pairs])
-        self.num_rows = sizes[0] if sizes else 0
+        several = len(own.called) > 1
+        own.add(
+            "data", [x.new_zeros(()) if several and x.grad_fn is not None else x for x in batch]
+        )
         own.note_modes()
         step.num_forward += 1
         if not is_inner:
@@ -218,32 +191,28 @@ class ForwardObserver:
         if not own.placement.is_last:
             return
         for x in outputs:
-            shape = local(x).shape
-            is_sampled = own.sample and own.sample.takes(shape[1:])
-            size = own.sample.length if own.sample and is_sampled else math.prod(shape[1:])
-            step.num_bytes += len(local(x)) * size * x.element_size()
+            number, *row = local(x).shape
+            is_sampled = own.sample and own.sample.takes(row)
+            size = own.sample.length if own.sample and is_sampled else math.prod(row)
+            step.num_bytes += number * size * x.element_size()
         if step.num_bytes > MOST_BYTES:
-            outside = ("y_pred", "y_grad")
-            step.arrays = {k: v for k, v in step.arrays.items() if not k.startswith(outside)}
+            for kind in ("y_pred", "y_grad"):
+                own.kept(kind).clear()
             return
         for x in outputs:
             own.add("y_pred", [x])
             # Stays 0 if the loss does not use it.
-            is_large = own.sample and not is_dtensor(x)
-            zeros = x.new_zeros(()).expand_as(x) if is_large else torch.zeros_like(x)
-            own.add("y_grad", [zeros])
+            zeros = torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)
+            index = own.add("y_grad", [zeros])
             if x.requires_grad and own.placement.knows_loss:
-                key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
-                x.register_hook(functools.partial(self._after_loss, step, key))
+                x.register_hook(functools.partial(self._after_loss, step, index))
 
-    def _after_loss(self, step: Any, key: str, gradient: Tensor | None) -> None:
+    def _after_loss(self, step: Any, index: int, gradient: Tensor | None) -> None:
         # DDP gives None for an output that the loss does not use.
-        own = self.recording
-        if gradient is not None and step is own.step and key in step.arrays:
-            text = own.placement.placements.get(f"y_grad/{key.split('/')[-1]}", "")
-            rows = own.rows("y_grad", gradient, text)
-            array = to_array(rows) / (step.scale * own.placement.num_parts)
-            before = step.arrays[key]
-            step.arrays[key] = before + array if before.shape == array.shape else array
-            if not own.placement.place("y_grad", int(key.split("/")[-1]), gradient):
-                del step.arrays[key]  # A DTensor that is split in another way than the output.
+        own, place = self.recording, self.recording.placement
+        if gradient is not None and step is own.step and (kept := own.kept("y_grad").get(index)):
+            rows = own.rows("y_grad", gradient, place.placements.get(f"y_grad/{index}", ""))
+            array = to_array(rows) / (step.scale * place.num_parts)
+            kept[""] = kept[""] + array if kept[""].shape == array.shape else array
+            if not place.place("y_grad", index, gradient):
+                kept.clear()  # A DTensor that is split in another way than the output.

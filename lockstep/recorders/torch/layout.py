@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from lockstep.data.about import Fault
-from lockstep.data.placement import Dimension, Placement, placement_from
+from lockstep.data.placement import Dimension
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.private import root_mesh
 from lockstep.recorders.torch.values import is_dtensor
@@ -23,25 +22,24 @@ DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipe
 class Mesh:
     """The devices on named axes, and the place of this process among them.
 
-    Attributes:
-        ranks: The processes, as `torch.distributed` numbers them.
-        sizes: Name of an axis → number of devices along it.
-        rank: The row-major position of this process.
-        at: Name of an axis → the position of this process along it.
-        data, sequence, stages, model: The axes that split the examples, other dimensions of the
-            inputs, the layers of a pipeline, and weights only.
+    Args:
+        mesh: A `DeviceMesh` of all processes.
+        default: The name of its axis, if it has a single one without a name.
     """
 
     def __init__(self, mesh: Any, default: str) -> None:
-        self.ranks = np.array(mesh.mesh)
+        self.ranks = np.array(mesh.mesh)  # The processes, as `torch.distributed` numbers them.
         names = mesh.mesh_dim_names or [default] * (self.ranks.ndim == 1)
         names = names or [f"axis{i}" for i in range(self.ranks.ndim)]
         names = [re.sub(r"\W", "_", name) for name in names]
         place = np.argwhere(self.ranks == dist.get_rank())
         require(len(place), "mesh: does not have this process")
+        # Name of an axis → number of devices along it, and the position of this process.
         self.sizes = dict(zip(names, self.ranks.shape, strict=True))
         self.at = dict(zip(names, place[0].tolist(), strict=True))
-        self.rank = self.place(names)[0]
+        self.rank = self.place(names)[0]  # The row-major position of this process.
+        # The axes that split the examples, other dimensions of the inputs, the layers of a
+        # pipeline, and weights only.
         self.data, self.sequence, self.stages, self.model = (list[str]() for _ in range(4))
         self.known: dict[Any, str | None] = {}  # Texts of DTensors.
 
@@ -112,17 +110,6 @@ class Mesh:
             return ""
         texts = (f"[{','.join(text for text, _ in own)}]" if own else "" for own in split)
         return " ".join(f"d{k}{text}" for k, text in enumerate(texts)) + sums
-
-    def placement(self, text: str) -> Placement:
-        """Parses a text of a user, such as "3*o[tp] i".
-
-        Raises:
-            ValueError: it is no placement on this mesh.
-        """
-        try:
-            return placement_from(text, self.sizes)
-        except Fault as fault:
-            raise ValueError(f"dims {fault}") from None
 
 
 def mesh_of(mesh: Any, meshes: Sequence[Any], weights: Any) -> Mesh | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.trace import OF_MODULES
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.private import in_transform, number_of
 from lockstep.recorders.torch.values import floating, to_array
@@ -31,14 +32,13 @@ class Modules:
     Args:
         recording: What has the model and the arrays.
         pattern: True for all modules, or a pattern of their names.
-
-    Attributes:
-        names: The modules in the order of their first call.
-        rows: The examples of the batch that the model computes now, and the size of the batch.
     """
 
     def __init__(self, recording: "Recording", pattern: bool | str) -> None:
-        self.recording, self.names, self.now = recording, list[str](), dict[str, Any]()
+        self.recording = recording
+        self.names = list[str]()  # The modules in the order of their first call.
+        self.now: Any = None  # The arrays of the step.
+        # The examples of the batch that the model computes now, and the size of the batch.
         self.rows: tuple[Tensor, int] | None = None
         self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
         self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
@@ -65,66 +65,66 @@ class Modules:
         if self.now is not own.step.arrays:  # Another step, or attempt at it.
             self.now, self.seen, self.defaults, self.unknown = own.step.arrays, set(), set(), set()
             self.num_bytes = 0
-        place = f"{own.placement.rank}/{own.step.num_forward - 1}:{name}"
+        place = f"{own.step.num_forward - 1}:{name}"
         rows = self.rows
         if (place, id(rows)) in self.seen:
             return
         self.seen.add((place, id(rows)))
         self.names += [] if name in self.names else [name]
+        keep = functools.partial(self._keep, place, rows, own.number)
         inputs = floating((args, options))
         edge: tuple[Any, int] = (None, 0)
         if inputs:
-            self._keep(f"module_in/{place}", rows, own.number, inputs[0])
+            keep("module_in", inputs[0])
             edge = inputs[0].grad_fn, inputs[0].output_nr
         if edge[0] is not None:  # The gradient stays 0 if the module does not send one.
             zeros = torch.zeros_like(inputs[0], requires_grad=False)
-            self._keep(f"module_in_grad/{place}", rows, own.number, zeros, is_default=True)
+            keep("module_in_grad", zeros, is_default=True)
         nodes = [x.grad_fn for x in inputs if x.grad_fn is not None]
-        self.open[name] = place, rows, edge, max((number_of(x) for x in nodes), default=0)
+        self.open[name] = keep, edge, max((number_of(x) for x in nodes), default=0)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        place, rows, edge, number = self.open.pop(name, ("", None, (None, 0), 0))
+        keep, edge, number = self.open.pop(name, (None, (None, 0), 0))
         outputs = floating(output)
-        if not (place and outputs):
+        if not (keep and outputs):
             return
-        keep = functools.partial(self._keep, rows=rows, step=self.recording.number)
-        keep(f"module_out/{place}", value=outputs[0])
+        keep("module_out", outputs[0])
         if outputs[0].requires_grad:
-            key = f"module_out_grad/{place}"
             zeros = torch.zeros_like(outputs[0], requires_grad=False)
-            keep(key, value=zeros, is_default=True)
-            outputs[0].register_hook(lambda gradient: keep(key, value=gradient))
+            keep("module_out_grad", zeros, is_default=True)
+            outputs[0].register_hook(lambda gradient: keep("module_out_grad", gradient))
         for node, index in _nodes_to(edge, outputs, number) if edge[0] else ():
 
             def of_edge(gradients: Any, _: Any, index: int = index) -> None:
-                keep(f"module_in_grad/{place}", value=gradients[index])
+                keep("module_in_grad", gradients[index])
 
             node.register_hook(of_edge)
 
     def _keep(
-        self, key: str, rows: Any, step: int, value: Tensor | None, is_default: bool = False
-    ) -> None:
+        self, place: str, rows: Any, step: int, kind: str, value: Tensor | None,
+        is_default: bool = False,
+    ) -> None:  # fmt: skip
         """Adds an array of the whole batch, or of some rows of it, to what was kept before.
 
         Args:
-            key: Name of the array.
+            place: The number of the forward pass, and the module.
             rows: The rows and the size of the batch; None for all.
             step: The step of the forward pass.
+            kind: The kind of the array.
             value: The array, or the part of it that this process has.
             is_default: Whether it is replaced by the next one.
         """
-        own = self.recording
+        own, key = self.recording, f"{kind}/{place}"
         if value is None or step != own.number or not own.is_on or not own.step.arrays:
             return
         if self.num_bytes > self.most_bytes:
             return
-        kind, _, place = key.split("/", 2)
-        text = own.placement.text_of(kind, place, value) if own.placement.mesh else ""
-        is_first = key not in own.step.arrays or key in self.defaults
-        before = own.placement.placements.get(f"{kind}/{place}", "")
+        placements, text = own.placement.placements, own.placement.text_of(kind, place, value)
+        kept = own.kept(kind).get(place, {})
+        is_first, before = not kept or key in self.defaults, placements.get(key, "")
         if key in self.unknown or text is None or not (is_first or text == before):
             self.unknown.add(key)  # Parts of a sum that are split in several ways.
-            own.step.arrays.pop(key, None)
+            own.kept(kind).pop(place, None)
             return
         array = to_array(own.rows(kind, value, text))
         array = array / (own.step.scale * own.placement.num_parts) if "_grad" in kind else array
@@ -136,35 +136,37 @@ class Modules:
             whole = np.zeros((size, each, *array.shape[1:]), array.dtype)
             whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
             array = whole.reshape(-1, *array.shape[1:])
-        if key not in own.step.arrays:
+        if not kept:
             self.num_bytes += array.nbytes
             if self.num_bytes > self.most_bytes:
                 self._leave_out()
                 return
-        own.step.arrays[key] = (
-            array if is_first and rows is None else own.step.arrays.get(key, 0) + array
-        )
-        own.placement.placements |= {f"{kind}/{place}": text} if text or before else {}
+        is_whole = is_first and rows is None
+        own.put(kind, place, {"": array if is_whole else kept.get("", 0) + array})
+        placements |= {key: text} if text or before else {}
         (self.defaults.add if is_default else self.defaults.discard)(key)
 
     def _leave_out(self) -> None:
         """Drops the arrays of this step, and stops to record modules, with a warning."""
-        own = self.recording
-        for key in [key for key in own.step.arrays if key.startswith("module_")]:
-            del own.step.arrays[key]
+        for kind in OF_MODULES:
+            self.recording.kept(kind).clear()
         text = (
             f"inputs and outputs of all modules have more than {MOST_BYTES >> 20:,} MiB in a step"
         )
         advice = 'they are not recorded; pass a pattern, as in modules="layers.*"'
         warnings.warn(f"modules=True: {text}: {advice}", stacklevel=2)
 
-    def indexed(self, name: str) -> str:
-        """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`."""
-        start, _, module = name.partition(":")
-        if not module:
-            return name
-        start, number = start.rsplit("/", 1)
-        return f"{start}/{int(number) * len(self.names) + self.names.index(module)}"
+
+def indexed(names: Sequence[str], name: str) -> str:
+    """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`.
+
+    `names` has all modules, in their order in the file.
+    """
+    start, _, module = name.partition(":")
+    if not module:
+        return name
+    start, number = start.rsplit("/", 1)
+    return f"{start}/{int(number) * len(names) + names.index(module)}"
 
 
 def _nodes_to(edge: Any, outputs: Sequence[Tensor], number: int) -> Iterator[tuple[Any, int]]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lockstep.data.about import Fault
 from lockstep.data.placement import Dimension, placement_from
-from lockstep.data.placement import Placement as Parts
 from lockstep.data.trace import OF_VARIABLES
 from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
@@ -39,18 +38,6 @@ class Placement:
         variables: The variables of the model.
         ddp: The model in DDP; None without it.
         mesh, dims: As those of `record`.
-
-    Attributes:
-        of_fsdp: The weights of `fully_shard`.
-        rank, num_ranks, replica, num_replicas: The place of this process.
-        mesh: The devices on their axes; None if nothing is split.
-        placements: "KIND/INDEX" → how an array is part of a whole one.
-        texts: Pattern of names of weights and state that are no DTensors → the same.
-        dims: How inputs and outputs are split.
-        is_first, is_last: Whether this process has the first or the last stage of a pipeline.
-        knows_loss: Whether it is known how the losses of processes are added.
-        row_sizes: The shape of the first input.
-        num_parts: Parts of a sequence, whose loss is the mean of their losses.
     """
 
     def __init__(self, variables: Variables, ddp: Any, mesh: Any, dims: Mapping[str, str]) -> None:
@@ -63,19 +50,20 @@ class Placement:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = self.replica = dist.get_rank(group) if is_distributed else 0
         self.num_ranks = self.num_replicas = dist.get_world_size(group) if is_distributed else 1
-        weights = variables.weights.values()
-        meshes = [mesh_of_group(each) for each in groups]
-        self.mesh = mesh_of(mesh, meshes, weights) if is_distributed else None
-        self.placements: dict[str, str] = {}
-        self.texts: dict[str, str] = {}
+        meshes, weights = [mesh_of_group(each) for each in groups], variables.weights.values()
+        self.mesh = mesh_of(mesh, meshes, weights) if is_distributed else None  # If parts exist.
+        self.sizes, self.at = (self.mesh.sizes, self.mesh.at) if self.mesh else ({}, {})
+        self.placements: dict[str, str] = {}  # "KIND/INDEX" → how an array is part of a whole one.
+        self.texts: dict[str, str] = {}  # The same of weights and state, by patterns of `dims`.
         self.dims: dict[str, list[Dimension]] = {"inputs": [], "outputs": []}
-        self.is_first = self.is_last = self.knows_loss = True
-        self.row_sizes: Sequence[int] = ()
-        self.num_parts = 1
+        self.is_first = self.is_last = True  # Stages of a pipeline that this process has.
+        self.knows_loss = True  # Whether it is known how the losses of processes are added.
+        self.row_sizes: Sequence[int] = ()  # The shape of the first input.
+        self.num_parts = 1  # Parts of a sequence, whose loss is the mean of their losses.
         if self.mesh is None:
             require(self.num_ranks == 1 or not any(dims.values()), "dims: needs mesh=")
             return
-        along = [mesh_of_group(each).mesh.flatten().tolist() for each in groups]
+        along = [each.mesh.flatten().tolist() for each in meshes]
         along += [dist.get_process_group_ranks(group)] if ddp else []
         self._name_axes(self.mesh, along, dims)
 
@@ -89,7 +77,10 @@ class Placement:
         reduced = {axis for each in axes for axis in each or ()}
         own: dict[str, Any] = {**dict(self.module.named_buffers()), **self.variables.weights}
         for pattern, text in dims.items():
-            found = [*mesh.placement(text).dimensions]
+            try:
+                found = [*placement_from(text, self.sizes).dimensions]
+            except Fault as fault:
+                raise ValueError(f"dims {fault}") from None
             if pattern in self.dims:
                 self.dims[pattern] = found
                 continue
@@ -127,7 +118,7 @@ class Placement:
         split = [number < n for number, n in zip(own, whole, strict=False)]
         if len(own) != len(whole) or not any(split):
             return ""
-        axes = [*self.mesh.model, *self.mesh.sizes] if self.mesh else ["tp"]
+        axes = [*self.mesh.model, *self.sizes] if self.mesh else ["tp"]
         words = [f"d{k}[{axes[0]}]" if is_split else f"d{k}" for k, is_split in enumerate(split)]
         how = "" if self.mesh else "mesh= and "
         given = f"{how}dims={{{name!r}: {' '.join(words)!r}}}"
@@ -135,31 +126,23 @@ class Placement:
 
     def own_part(self, text: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
         """Returns this process' part of an array; all of it for a DTensor, which is split later."""
-        placement = self._parsed(text)
+        placement = placement_from(text, self.sizes)
         if is_dtensor(value) or len(placement.dimensions) != whole.ndim:
             return whole
-        found = self._places(placement, whole.shape)
+        found = placement.places(whole.shape, self.sizes, self.at)
         return whole if found is None else whole[np.ix_(*found)]
-
-    def _parsed(self, text: str) -> Parts:
-        return placement_from(text, self.mesh.sizes if self.mesh else {})
-
-    def _places(self, placement: Parts, shape: Sequence[int]) -> list[np.ndarray] | None:
-        return placement.places(shape, self.mesh.sizes, self.mesh.at) if self.mesh else None
 
     def place(self, kind: str, index: Any, value: Tensor) -> bool:
         """Notes how an array is part of the whole one; returns whether this is known."""
-        text = self.text_of(kind, index, value) if self.mesh else ""
+        text = self.text_of(kind, index, value)
         self.placements.pop(f"{kind}/{index}", None)
         self.placements |= {f"{kind}/{index}": text} if text else {}
         return text is not None
 
     def whole_shape(self, kind: str, index: Any, value: Tensor) -> tuple[int, ...]:
         """Returns the shape of the whole array of which a tensor is a part, once it is placed."""
-        if not self.mesh or is_dtensor(value):
-            return tuple(value.shape)
-        placement = self._parsed(self.placements.get(f"{kind}/{index}", ""))
-        return placement.whole_shape(value.shape, self.mesh.sizes)
+        text = "" if is_dtensor(value) else self.placements.get(f"{kind}/{index}", "")
+        return placement_from(text, self.sizes).whole_shape(value.shape, self.sizes)
 
     def split_sums(self, kind: str, index: Any, shape: Sequence[int]) -> Indices | None:
         """Notes that samples of the parts of an array are summands of that of the whole.
@@ -167,13 +150,16 @@ class Placement:
         Returns:
             For each dimension, the places of this process' part in the whole; None for all.
         """
-        if text := self.placements.get(f"{kind}/{index}", ""):
-            self.placements[f"{kind}/{index}"] = self._parsed(text).of_sample
-        return self._places(self._parsed(text), shape)
+        key = f"{kind}/{index}"
+        placement = placement_from(self.placements.get(key, ""), self.sizes)
+        if key in self.placements:
+            self.placements[key] = placement.of_sample
+        return placement.places(shape, self.sizes, self.at)
 
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""
-        assert self.mesh
+        if not self.mesh:
+            return ""
         is_here = self.is_first if kind == "data" else self.is_last
         if kind in ("data", "y_pred", "y_grad", "loss") and not is_here:
             return None
@@ -206,14 +192,14 @@ class Placement:
         of_weight, size = self.given(f"{name}.weight"), 1
         if is_dtensor(weight):  # The module may give its local output.
             of_weight = self.mesh.text_of(weight) or ""
-        dims = self._parsed(of_weight).dimensions
+        dims = placement_from(of_weight, self.sizes).dimensions
         if len(dims) != 2 or not value.dim():
             return text
         side = int("_in" in kind)  # Of the weight: outputs come first.
         words = text.split() or [f"d{k}" for k in range(value.dim())]
         axes = [axis for axis in dims[side].axes if axis not in self.mesh.data]
         if is_dtensor(weight):
-            size = math.prod(self.mesh.sizes[axis] for axis in axes)
+            size = math.prod(self.sizes[axis] for axis in axes)
         if axes and value.shape[-1] * size == weight.shape[side]:
             words[-1] = f"{dims[side].blocks}*d[{','.join(axes)}]"
         is_plain = type(self.module.get_submodule(name)) is nn.Linear and not is_dtensor(weight)
@@ -221,7 +207,7 @@ class Placement:
             words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
         found = " ".join(words)
         with contextlib.suppress(Fault):  # Two rules say different things: an axis is there twice.
-            self._parsed(found)
+            placement_from(found, self.sizes)
             return found
         return None
 
@@ -231,14 +217,13 @@ class Placement:
         outputs = self.dims["outputs"]
         if kind[:2] == "y_" and len(outputs) == value.dim():
             return " ".join(each.text for each in outputs)
-        of_model = self.mesh.model if self.mesh and kind.startswith("module_") else ()
-        model = {axis: self.mesh.sizes[axis] for axis in of_model} if self.mesh else {}
+        model = self.mesh.model if self.mesh and kind.startswith("module_") else ()
         found = []
         for k, size in enumerate(value.shape if left or model else ()):
             same = next((each for each in left if each[1] == size), None)
             left = [each for each in left if each is not same]
             found.append(same[0].text if same else f"d{k}")
-            for axis, number in model.items() if k and not same else ():
-                if [size * number] == [*self.row_sizes[k : k + 1]]:  # Sequence parallelism.
+            for axis in model if k and not same else ():
+                if [size * self.sizes[axis]] == [*self.row_sizes[k : k + 1]]:  # Of the sequence.
                     found[-1] = f"d{k}[{axis}]"
         return " ".join(found)

@@ -1,5 +1,6 @@
 """The recorder: begins and ends steps, and finishes the file."""
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +22,9 @@ from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
-from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.modules import Modules, indexed
 from lockstep.recorders.torch.private import is_split_by_deepspeed, version_of
-from lockstep.recorders.torch.recording import Recording, unwrapped
+from lockstep.recorders.torch.recording import Recording, Step, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, random_states, settings_of
@@ -47,23 +48,16 @@ class Recorder:
         self.modules = Modules(own, request.modules) if request.modules else None
         self.shards = None
         if request.shards and self.replay:
-            self._require_local_layers(self.replay)
+            # Not if the parts of the other recording compute one BatchNorm together.
+            classes = [str(layer.get("class")) for layer in self.replay.trace.about.layers]
+            is_local = not any("SyncBatchNorm" in name for name in classes)
+            require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
             self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
-        self.forward = ForwardObserver(
-            own, self.replay, seed=request.permute, shards=self.shards, modules=self.modules,
-            begin=self._begin, end=self._end_step,
-        )  # fmt: skip
-        self.gradients = GradientObserver(
-            own, self.forward, self._begin, self._end_step, self._prepare
-        )
-        self.has_hooks, self.counters = False, Hooks()
+        own.begin, own.end = self._begin, self._end_step
+        self.forward = ForwardObserver(own, request.permute)
+        self.gradients = GradientObserver(own, self.forward, self._prepare)
+        self.counters = Hooks()
         self.notes = Notes(lambda: own.is_updated)
-
-    def _require_local_layers(self, replay: Replay) -> None:
-        """Raises an error if the parts of the other recording compute one BatchNorm together."""
-        classes = [str(layer.get("class")) for layer in replay.trace.about.layers]
-        is_local = not any("SyncBatchNorm" in name for name in classes)
-        require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
 
     def __enter__(self) -> None:
         own, place = self.recording, self.recording.placement
@@ -87,20 +81,21 @@ class Recorder:
     def _start_step(self) -> None:
         """Begins a step, and installs or removes the hooks."""
         own = self.recording
-        own.forget()
+        own.step = Step()
         own.is_on = own.number in own.wanted and not own.output.has_failed
         if own.is_on:
             self._install()
-        elif self.has_hooks:
+        elif own.has_hooks:
             own.output.forget()
             own.hooks.close()
-            self.has_hooks = False
+            own.has_hooks = False
 
     def _install(self) -> None:
-        if not self.has_hooks:
-            self.has_hooks = True
-            self.forward.install()
-            self.gradients.install()
+        if not self.recording.has_hooks:
+            self.recording.has_hooks = True
+            for observer in (self.forward, self.modules, self.shards, self.gradients):
+                if observer:
+                    observer.install()
 
     def _prepare(self) -> None:
         """Installs the hooks of the next step, whose first forward pass is too late for it."""
@@ -180,9 +175,7 @@ class Recorder:
                 text += " was wrapped or sharded"
             warnings.warn(text, stacklevel=3)
         about = self.request.about("torch", error, self.replay) | self._about()
-        if self.modules:
-            about["modules"] = self.modules.names
-        own.output.close(about, self.modules.indexed if self.modules else str)
+        own.output.close(about, functools.partial(indexed, about["modules"]))
 
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
@@ -191,8 +184,6 @@ class Recorder:
         wrapper = "fully_shard" if place.of_fsdp else wrapper
         layers = [*layers_of(own.module.named_modules()), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
-            "framework": "torch",
-            "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
             "wrapper": wrapper,
@@ -208,13 +199,12 @@ class Recorder:
             "not_updated": own.not_updated(),
             "trained": own.number - self.request.first_step,
             "skipped": own.num_skipped,
+            "modules": self.modules.names if self.modules else [],
             **own.per_step,
         }
         if not place.mesh:
             return about | {"replicas": [place.rank]}
-        placements = place.placements
-        if self.modules:
-            placements = {self.modules.indexed(x): text for x, text in placements.items()}
+        placements = {indexed(about["modules"], x): y for x, y in place.placements.items()}
         names = {key: name for key, name in self.request.names.items() if key in described}
         about |= {"mesh": place.mesh.sizes, "ranks": [place.rank], "data_axes": place.mesh.data}
         return about | {"placements": placements, "names": names}

@@ -1,15 +1,15 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
+import collections
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.archive import Member
 from lockstep.data.trace import OF_VARIABLES
 from lockstep.recorders.common import Hooks, Request
 from lockstep.recorders.notes import IDS
@@ -26,9 +26,6 @@ from lockstep.recorders.torch.samples import rows_sampled, sample_of
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
 
-PER_STEP = (
-    *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
-)
 # Kinds that stay as they are when they are saved, and are most of a step.
 _WRITTEN_AT_ONCE = (
     *("before", "start", "replaced", "set", "added", "unclipped", "clipped", "after", "left"),
@@ -55,49 +52,41 @@ def unwrapped(model: Any) -> Any:
     return uncompiled(model.module if is_ddp else model)
 
 
-class Step:
-    """What was seen of a step since its begin, or since GradScaler skipped its update.
+# "KIND/ITEM" → INDEX → end of a name → array, or what the file has of it already; None if that
+# cannot be written.
+Arrays = dict[str, dict[Any, dict[str, Any]]]
 
-    Attributes:
-        arrays: Name of an array, without the position of the step → array, or what the file has of
-            it already; None if that cannot be written.
-        outside: During a forward pass, the arrays from before it.
-        losses: Of the backward passes; the script cleared the gradients of the first `num_cleared`.
-        calls: The calls that make gradients.
-        passes: For each forward pass, how its gradients are reduced.
-        settings: The groups of the optimizers, in the order in which they ended.
-        versions: Name → how often a weight had been changed in place when the step began.
-        updated: Names of the weights that were updated.
-        num_passes: Backward passes that give gradients.
-        in_pass: Names of the weights of which the last one has given one.
-        first_pass: What is known of the first one by the number of the weight, beside `raw`.
-        unclipped: The gradients before clipping, each by the ends of the names of its arrays.
-        in_evaluation: Names of layers.
-        num_forward: Forward passes in train mode.
-        num_bytes: Bytes of outputs.
-        loss_scale, scale: Of the step, and of the loss that is computed now.
-        unscaled: Names of the weights whose gradients are no longer scaled.
-        was_called, is_evaluated: Whether the model was called, and in evaluation mode.
-        has_graph: Whether a part of the model was called, or a backward pass has begun.
-        is_transformed: Whether `torch.func` has called the model.
-    """
+
+def copied(arrays: Arrays) -> Arrays:
+    """Returns a copy to which arrays can be added."""
+    return {group: dict(own) for group, own in arrays.items()}
+
+
+class Step:
+    """What was seen of a step since its begin, or since GradScaler skipped its update."""
 
     def __init__(self) -> None:
-        self.arrays: dict[str, Any] = {}
-        self.outside: dict[str, Any] | None = None
-        self.losses, self.num_cleared = list[Tensor](), 0
-        self.calls, self.passes = list[str](), list[str]()
-        self.settings: list[dict[str, Any]] = []
-        self.updated = set[str]()
-        self.versions = dict[str, int]()
-        self.num_passes, self.in_pass = 0, set[str]()
+        self.arrays: Arrays = {}
+        self.outside: Arrays | None = None  # During a forward pass, the arrays from before it.
+        self.losses = list[Tensor]()  # Of the backward passes.
+        self.num_cleared = 0  # The script cleared the gradients of so many of the first ones.
+        self.calls = list[str]()  # Those that make gradients.
+        self.passes = list[str]()  # For each forward pass, how its gradients are reduced.
+        self.settings: list[dict[str, Any]] = []  # Groups of optimizers, in the order of updates.
+        self.versions = dict[str, int]()  # How often weights had been changed at the start.
+        self.updated = set[str]()  # Names of weights.
+        self.num_passes = 0  # Backward passes that give gradients.
+        self.in_pass = set[str]()  # Names of the weights of which the last one has given one.
+        # Number of a weight → what is known of the first pass, beside `raw`; and before clipping.
         self.first_pass: dict[int, dict[str, np.ndarray]] = {}
         self.unclipped: dict[int, dict[str, np.ndarray]] | None = None
-        self.in_evaluation: dict[str, None] = {}
-        self.num_forward, self.num_bytes = 0, 0
-        self.loss_scale = self.scale = 1.0
-        self.unscaled = set[str]()
-        self.was_called = self.is_evaluated = self.has_graph = self.is_transformed = False
+        self.in_evaluation: dict[str, None] = {}  # Names of layers.
+        self.num_forward, self.num_bytes = 0, 0  # Forward passes in train mode; of outputs.
+        self.scale = 1.0  # The factor of the loss.
+        self.unscaled = set[str]()  # Names of the weights whose gradients are no longer scaled.
+        self.was_called = self.is_evaluated = False  # The model was called; in evaluation mode.
+        self.has_graph = False  # A part of the model was called, or a backward pass has begun.
+        self.is_transformed = False  # `torch.func` has called the model.
 
     @property
     def is_differentiated(self) -> bool:
@@ -111,12 +100,6 @@ class Step:
         """Returns the factor of the gradient of a weight."""
         return 1.0 if name in self.unscaled else self.scale
 
-    def copied(self) -> "Step":
-        """Returns what was seen so far."""
-        found = Step()
-        vars(found).update({name: copy.copy(value) for name, value in vars(self).items()})
-        return found
-
 
 class Recording:
     """The model, its variables, and the current step; earlier ones are in the file.
@@ -125,29 +108,6 @@ class Recording:
         model: As that of `record`.
         optimizer, others, mesh, dims: The same.
         request: The steps to record, and how large arrays are sampled.
-
-    Attributes:
-        ddps: The models in DDP.
-        ddp: The first one, if all are in DDP; else None.
-        called: The modules that are called, which may be compiled.
-        module: The module that has the weights.
-        number: The number of the current step.
-        is_on: Whether the current step is recorded.
-        is_ignored: Whether forward passes are not those of the training.
-        is_updated: Whether an optimizer has updated a weight in this step.
-        together: Optimizers that each update once in a step.
-        takes_turns: Whether each update is a step, as one of them updated twice before others did.
-        at_turn: What was seen before the first forward pass after the last update.
-        is_in_backward: Whether a backward pass is computed.
-        called_others: Names of further modules that were called since the last update.
-        dropped: Numbers of steps that cannot be recorded.
-        num_skipped: Number of updates that were skipped, as gradients overflow, while the steps
-            were recorded.
-        hooks: What is removed where no step is recorded.
-        output: The file; it is opened when the recording begins.
-        shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
-        per_step: Key of the description → a value for each recorded step.
-        computed_in: 16-bit dtype of the layers.
     """
 
     def __init__(
@@ -155,47 +115,55 @@ class Recording:
     ) -> None:
         called = [*called_in(model)]
         self.ddps = [x for x in called if isinstance(x, nn.parallel.DistributedDataParallel)]
-        self.ddp = self.ddps[0] if len(self.ddps) == len(called) else None
+        self.ddp = self.ddps[0] if len(self.ddps) == len(called) else None  # If all are in DDP.
         self.called = [each.module if each in self.ddps else each for each in called]
-        self.module = unwrapped(model)
+        self.module = unwrapped(model)  # That has the weights.
         self.variables = Variables(self.module, optimizer, others)
+        self.weights = self.variables.weights
+        dims = {"inputs": dims} if isinstance(dims, str) else dims
+        self.placement = Placement(self.variables, self.ddp, mesh, dims)
+        self.wanted, self.number = request.wanted, request.first_step  # That of the current step.
+        self.sample, self.step = request.sample, Step()
+        self.is_on = False  # Whether the current step is recorded.
+        self.is_ignored = False  # Whether forward passes are not those of the training.
+        self.depth = 0  # Backward passes that are computed now, one within another.
+        self.is_updated = False  # Whether an optimizer has updated a weight in this step.
+        # Optimizers that each update once in a step; unless one updates twice before others do, so
+        # that each update is a step: then, `at_turn` has what was seen before the first forward
+        # pass after the last update.
         found = self.variables.optimizers if len(called) > 1 else []
         self.together = [*(self.variables.given or found)]
         self.takes_turns = len(self.together) < 2
         self.at_turn: Step | None = None
-        self.weights = self.variables.weights
-        dims = {"inputs": dims} if isinstance(dims, str) else dims
-        self.placement = Placement(self.variables, self.ddp, mesh, dims)
-        self.wanted, self.number = request.wanted, request.first_step
-        self.sample = request.sample
-        self.hooks, self.step = Hooks(), Step()
-        self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
-        self.called_others, self.dropped = set[str](), set[int]()
-        self.num_skipped = 0
+        self.called_others = set[str]()  # Further modules that were called since the last update.
+        self.dropped = set[int]()  # Numbers of steps that cannot be recorded.
+        self.num_skipped = 0  # Updates that were skipped, as gradients overflow.
+        self.hooks, self.has_hooks = Hooks(), False  # Those of steps that are recorded.
+        self.begin: Callable[..., None]  # Before the first arrays; with True, in a forward pass.
+        self.end: Callable[[], None]  # The step has ended.
         self.output: Output
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
-        self.computed_in = ""
-
-    def forget(self) -> None:
-        """Forgets what was seen of the step."""
-        self.step = Step()
+        self.shapes: dict[str, tuple[int, ...]] = {}  # "KIND/INDEX" → that of a sampled array.
+        self.per_step = collections.defaultdict[str, list[Any]](list)  # Keys of the description.
+        self.computed_in = ""  # 16-bit dtype of the layers.
 
     def is_over(self) -> bool:
         """Returns whether a forward pass begins the next step.
 
         Several optimizers that are given, or those of several models, each update once in a step.
         """
-        has_all = self.takes_turns or all(map(self.variables.has_stepped, self.together))
+        has_all = self.takes_turns or self.variables.have_stepped(self.together)
         if has_all or not self.is_updated:
             return self.is_updated
-        self.at_turn = self.at_turn or self.step.copied()
+        if not self.at_turn:
+            self.at_turn = Step()
+            vars(self.at_turn).update({name: copy.copy(x) for name, x in vars(self.step).items()})
+            self.at_turn.arrays = copied(self.step.arrays)
         return False
 
     def skip(self) -> None:
         """Forgets what was seen of a step whose update is skipped."""
         self.num_skipped += bool(self.step.losses)
-        self.forget()
+        self.step = Step()
 
     def is_skipped(self, *, at_the_end: bool = False) -> bool:
         """Returns whether gradients overflow, which the script has discarded without an update.
@@ -207,31 +175,28 @@ class Recording:
         if self.is_updated or not self.step.losses or (is_kept and not at_the_end):
             return False
         # Outputs and modules may have masks of -inf.
-        arrays = [
-            x for key, x in self.step.arrays.items()
-            if key[:2] not in ("y_", "mo") and isinstance(x, np.ndarray)
-        ]  # fmt: skip
+        groups = [own for group, own in self.step.arrays.items() if group[:2] not in ("y_", "mo")]
+        arrays = [x for own in groups for each in own.values() for x in each.values()]
         arrays += map(to_array, self.step.losses)
-        return not all(np.isfinite(x).all() for x in arrays)
+        return not all(np.isfinite(x).all() for x in arrays if isinstance(x, np.ndarray))
 
-    def drop(self) -> None:
-        """Leaves the step out of the file."""
-        self.forget()
-        self.is_on = False
+    def drop(self, *, is_replaced: bool = False) -> None:
+        """Leaves the step out of the file; `is_replaced` records a later one in its place."""
+        self.step, self.is_on = Step(), False
+        if is_replaced and self.number in self.wanted:
+            self.wanted ^= {self.number, max(self.wanted) + 1}
         self.dropped.add(self.number)
 
-    def postpone(self) -> None:
-        """Leaves the step out of the file, and records a later one in its place."""
-        self.forget()
-        self.is_on = False
-        if self.number in self.wanted:
-            self.wanted ^= {self.number, max(self.wanted) + 1}
+    def kept(self, kind: str) -> dict[Any, dict[str, Any]]:
+        """Returns the arrays of a kind in this step, as those of `Arrays`."""
+        return self.step.arrays.get(f"{kind}/{self.placement.rank}", {})
 
-    def add(self, kind: str, values: Sequence[Tensor]) -> None:
-        """Adds arrays to those of a kind."""
-        start = sum(key.startswith(f"{kind}/") for key in self.step.arrays)
+    def add(self, kind: str, values: Sequence[Tensor]) -> int:
+        """Adds arrays to those of a kind; returns the index of the first one."""
+        start = len(self.kept(kind))
         for index, value in enumerate(values, start):
             self.save(kind, index, value)
+        return start
 
     def save_variables(
         self, kind: str, pairs: Iterable[tuple[dict[str, str], Any]], item: int | None = None
@@ -265,23 +230,15 @@ class Recording:
             self._drop_unchanged("set", "before")
 
     def _drop_unchanged(self, kind: str, since: str) -> None:
-        """Drops the arrays of a kind that are those of another kind."""
-        arrays, start = self.step.arrays, f"{kind}/{self.placement.rank}/"
-        changed = set[str]()  # Places of arrays, of which a part of a sample may not have changed.
-        for key in [key for key in arrays if key.startswith(start)]:
-            old = arrays.get(f"{since}/{key.removeprefix(f'{kind}/')}")
-            if old is not None and old != arrays[key]:  # Not the same array in the file.
-                changed.add(key.removeprefix(start).partition("/")[0])
-        for key in [key for key in arrays if key.startswith(start)]:
-            if key.removeprefix(start).partition("/")[0] not in changed:
-                del arrays[key]
+        """Drops the arrays of a kind that are those of another kind, with all parts of a sample."""
+        kept, before = self.kept(kind), self.kept(since)
+        for index, own in [*kept.items()]:
+            if all(before.get(index, {}).get(end) in (None, array) for end, array in own.items()):
+                del kept[index]
 
     def save_ids(self, noted: Sequence[np.ndarray]) -> None:
         """Saves the identities of the examples of the step, without those of a skipped update."""
-        leaves = [
-            x for key, x in self.step.arrays.items()
-            if key.startswith("data/") and isinstance(x, np.ndarray)
-        ]  # fmt: skip
+        leaves = [x for each in self.kept("data").values() for x in each.values()]
         each = max(len(leaves) // max(self.step.num_forward, 1), 1)
         first = next((i for i, x in enumerate(leaves[:each]) if x.ndim), 0)
         number = sum(len(x) for x in leaves[first::each] if x.ndim)
@@ -300,18 +257,18 @@ class Recording:
         self, kind: str, index: int, value: Any, scale: float = 1.0, item: int | None = None
     ) -> None:
         """Saves one array; None and what is no number are left out."""
-        copy = not self._is_written_at_once(kind)
-        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=copy), item)
+        is_written = self._is_written_at_once(kind)
+        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=not is_written), item)
 
     def put(
-        self, kind: str, index: int, arrays: Mapping[str, np.ndarray], item: int | None = None
+        self, kind: str, index: Any, arrays: Mapping[str, Any], item: int | None = None
     ) -> None:
         """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
-        item = self.placement.rank if item is None else item
-        key, is_written = f"{kind}/{item}/{index}", self._is_written_at_once(kind)
-        for end, array in arrays.items():
-            place = f"{key}{end}"
-            self.step.arrays[place] = self.output.add(place, array) if is_written else array
+        group = f"{kind}/{self.placement.rank if item is None else item}"
+        if self._is_written_at_once(kind):
+            arrays = {x: self.output.add(f"{group}/{index}{x}", y) for x, y in arrays.items()}
+        if arrays:
+            self.step.arrays.setdefault(group, {})[index] = {**arrays}
 
     def _is_written_at_once(self, kind: str) -> bool:
         mesh = self.placement.mesh
@@ -341,8 +298,7 @@ class Recording:
                     self.shapes[f"{kind}/{index}"] = shape
                     value = value.to_dense() if value.layout != torch.strided else value
                     part = self.placement.split_sums(kind, index, shape)
-                    found = sample_of(self.sample, value.detach(), shape, part)
-                    return {f"/{end}": array for end, array in found.items()}
+                    return sample_of(self.sample, value.detach(), shape, part)
             value = self.rows(kind, value, self.placement.placements.get(f"{kind}/{index}", ""))
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
             return {
@@ -365,17 +321,21 @@ class Recording:
     def keep(self) -> None:
         """Writes the arrays of the step, which has ended, and keeps what was noted of it."""
         step, position = self.step, len(self.per_step["steps"]) + 1
-        noted = (
-            *(self.number, step.settings, max(step.num_forward, 1), [*step.in_evaluation]),
-            *(step.calls, step.loss_scale, step.passes),
-        )
-        for key, value in zip(PER_STEP, noted, strict=True):
+        facts = {
+            "steps": self.number, "settings": step.settings,
+            "micro_batches": max(step.num_forward, 1), "in_evaluation": [*step.in_evaluation],
+            "calls": step.calls, "loss_scale": step.scale, "passes": step.passes,
+        }  # fmt: skip
+        for key, value in facts.items():
             self.per_step[key].append(value)
         # One that equals the latest gradient is an alias: a sum that is applied, before its parts.
-        for key, array in sorted(step.arrays.items(), key=lambda pair: pair[0].startswith("raw/")):
+        groups = sorted(step.arrays, key=lambda group: group.startswith("raw/"))
+        places = [
+            (f"{group}/{index}", x) for group in groups for index, x in step.arrays[group].items()
+        ]
+        for key, array in [(key + end, x) for key, own in places for end, x in own.items()]:
             # The index of an array of a module is known at the end.
-            is_of_module = ":" in key and not isinstance(array, Member)
-            found = self.output.add(key, array) if is_of_module else array
+            found = self.output.add(key, array) if ":" in key else array
             self.output.put(f"{position}/{key}", found)
 
     def not_updated(self) -> list[str]:

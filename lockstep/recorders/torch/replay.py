@@ -1,6 +1,7 @@
 """Starts each step from the state of another recording."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,10 +24,10 @@ _MOST_NAMED = 3  # Variables in a warning.
 class Part(NamedTuple):
     """A forward pass of a replica in another recording: the bytes of its examples, if any."""
 
+    number: int
     replica: int
     rows: list[bytes] | None
     random: list[Tensor]
-    number: int = 0
 
 
 class Replay:
@@ -35,12 +36,6 @@ class Replay:
     Args:
         recording: What has the model and its variables.
         request: What the script asks for: the other recording, and names there by names here.
-
-    Attributes:
-        states: The states of that recording.
-        trace: The recording.
-        name: Name of its file.
-        not_loaded: Names of variables that were not loaded.
 
     Raises:
         ValueError: A weight here is none there, or the recording does not have all steps.
@@ -51,7 +46,7 @@ class Replay:
         self.recording, self.placement = recording, recording.placement
         self.states = States("torch", request.replay, request.wanted, request.names)
         self.path, self.trace, self.name = request.path, self.states.trace, self.states.name
-        self.not_loaded = self.states.not_loaded
+        self.not_loaded = self.states.not_loaded  # Names of variables.
         self.asked: dict[str, str] = {}  # Of what is not loaded: what to pass if it is a part.
         # Raises an error before the training, and not in one of its steps.
         self.sources = self._match()
@@ -101,10 +96,6 @@ class Replay:
 
     # Examples and random numbers.
 
-    def examples(self, step: int, replica: int) -> list[np.ndarray]:
-        """Returns the inputs of the forward passes of a replica in a step, one after another."""
-        return self.trace.arrays(self.states.position(step), "data", replica) or []
-
     def _random(self, step: int, replica: int) -> list[Tensor]:
         """Returns the random states of a replica's forward passes, of this rank if it has them."""
         trace, position = self.trace, self.states.position(step)
@@ -116,14 +107,18 @@ class Replay:
 
     def parts(self, step: int) -> Iterator[Part]:
         """Yields the forward passes of a step."""
+        numbers = itertools.count()
         for replica in self.trace.shards:
             number = self.trace.micro_batches(self.states.position(step), replica)
-            data, states = self.examples(step, replica), self._random(step, replica)
+            data = self.trace.arrays(self.states.position(step), "data", replica) or []
+            states = self._random(step, replica)
             for start in range(number):
                 own, of_each = data[start * len(data) // number :], len(states) // number
                 random = states[start * of_each :][:of_each]
                 rows = rows_of(own[0]) if own and own[0].ndim else []
-                yield Part(replica, None if own and not own[0].ndim else rows, random)
+                yield Part(
+                    next(numbers), replica, None if own and not own[0].ndim else rows, random
+                )
 
     # Loading.
 
@@ -193,30 +188,29 @@ class Replay:
         slots = [(v, array) for v, array in variables if source and v.of == source]
         owners = self.recording.variables.owners_of(name)
         same = [x for x in owners if type(x).__name__ == classes.get(source)]
-        if not same:
-            for v, array in slots:  # Those that an optimizer of another class has, too.
-                state = next((x.state[p] for x in owners if v.slot in x.state.get(p, {})), None)
-                if state is not None:
-                    is_like = array.shape == before[source].shape
-                    self._load_slot(state, name, v.slot, state[v.slot], array, is_like=is_like)
-            return
         # Of several that update it, the one that keeps such state.
         known = {variable.slot for variable, _ in slots}
-        optimizer = max(same, key=lambda x: len(known & x.state.get(p, {}).keys()))
-        old = optimizer.state.pop(p, {})
-        if not slots:
+        optimizer = max(
+            same or owners, key=lambda x: len(known & x.state.get(p, {}).keys()), default=None
+        )
+        if optimizer is None:
             return
+        old = optimizer.state.get(p, {})
+        if same:
+            optimizer.state.pop(p, None)
+        else:  # One of another class may have some of the slots.
+            slots = [(v, array) for v, array in slots if v.slot in old]
         is_known = type(optimizer).__module__.partition(".")[0] == "torch"
-        if not old and not is_known:  # It is not known which part of the state this rank has.
+        if slots and not old and not is_known:  # Which part of the state this rank has.
             self.not_loaded |= dict.fromkeys(f"{name}/{v.slot}" for v, _ in slots)
-            return
-        state = dict(old)  # Keeps slots that the file lacks, as of another setting.
-        for v, array in slots:
-            is_like = array.shape == before[source].shape
-            new = torch.zeros_like(p) if is_like else torch.tensor(array)
-            value = new if old.get(v.slot) is None else old[v.slot]
-            self._load_slot(state, name, v.slot, value, array, is_like=is_like)
-        optimizer.state[p] = state
+        elif slots:
+            state = dict(old)  # Keeps slots that the file lacks, as of another setting.
+            for v, array in slots:
+                is_like = array.shape == before[source].shape
+                new = torch.zeros_like(p) if is_like else torch.tensor(array)
+                value = new if old.get(v.slot) is None else old[v.slot]
+                self._load_slot(state, name, v.slot, value, array, is_like=is_like)
+            optimizer.state[p] = state
 
     def _load_slot(
         self, state: dict[str, Any], name: str, slot: str, value: Any, array: np.ndarray, *,

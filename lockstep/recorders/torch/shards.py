@@ -38,17 +38,14 @@ class ShardRunner:
         replay: The recording of the replicas.
         seed: Of the permutation of examples; None without one.
         modules: Copies what modules compute; None without it.
-
-    Attributes:
-        parts: The parts of the step that are left.
-        buffers: Replica → name of a statistic → its value after the replica's passes in the step.
     """
 
     def __init__(
         self, recording: Recording, replay: Replay, seed: int | None, modules: Modules | None
     ) -> None:
         self.recording, self.replay, self.seed, self.modules = recording, replay, seed, modules
-        self.parts: list[Part] = []
+        self.parts: list[Part] = []  # Those of the step that are left.
+        # Replica → name of a statistic → its value after the replica's passes in the step.
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.found: list[tuple[Part, Tensor]] = []  # Those of the last forward pass.
 
@@ -60,24 +57,21 @@ class ShardRunner:
     def begin(self) -> None:
         """Reads the parts of a step."""
         self.buffers, self.found = {}, []
-        parts = enumerate(self.replay.parts(self.recording.number))
-        self.parts = [part._replace(number=n) for n, part in parts if part.rows != []]
+        parts = self.replay.parts(self.recording.number)
+        self.parts = [part for part in parts if part.rows != []]
 
     def end(self, path: str) -> None:
         """Saves the statistics of each replica, or warns if the step did not have all parts."""
         own = self.recording
+        known = own.variables.described
         if not self.parts:
-            described = own.variables.described
             for replica, buffers in self.buffers.items():
-                pairs = [
-                    (described[x], real(value)) for x, value in buffers.items() if x in described
-                ]
+                pairs = [(known[x], real(value)) for x, value in buffers.items() if x in known]
                 own.save_variables("own_after", pairs, replica)
             return
         text = f"step {own.number} has other examples than {self.replay.name}"
         warnings.warn(f"{path}: {text}; not computed for each shard", stacklevel=2)
-        step = own.step
-        step.arrays = {x: value for x, value in step.arrays.items() if x[:7] != "shards/"}
+        own.kept("shards").clear()
 
     def _forward(self, forward: Any, *args: Any, **options: Any) -> Any:
         """Replica 0 comes last: the model keeps its statistics, and the random state after it."""
@@ -87,9 +81,8 @@ class ShardRunner:
         found = self._find_parts(batch) if is_recorded else []
         if not found:
             return forward(*args, **options)
-        size, states, outputs = len(batch[0]), random_states(), []
+        size, states, outputs, is_drawn = len(batch[0]), random_states(), [], False
         numbers = torch.zeros(size, dtype=torch.int64, device=batch[0].device)
-        is_drawn = False
         for part, rows in found:
             numbers[rows] = part.number
             before = part.random or states
@@ -133,12 +126,8 @@ class ShardRunner:
                 module.training = True
         for a, b in zip(*map(tree_leaves, (joined, whole)), strict=True):
             is_mean = not isinstance(a, Tensor) or a.dim() or torch.allclose(a, b, OF_MEAN, 0)
-            require(
-                is_mean,
-                NO_ROWS.format(
-                    "which is no mean over examples, or draws numbers in evaluation mode"
-                ),
-            )
+            what = "which is no mean over examples, or draws numbers in evaluation mode"
+            require(is_mean, NO_ROWS.format(what))
 
     def _find_parts(self, inputs: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
         """Returns the parts that are this batch, and the places of their examples in it.
@@ -157,7 +146,7 @@ class ShardRunner:
             return self._taken(found if is_whole else [])
         places = places_of(to_array(batch), [part.rows or [] for part in self.parts])
         found = []
-        for part, rows in zip(self.parts, places or [[]] * len(self.parts), strict=True):
+        for part, rows in zip(self.parts, places, strict=True) if places else ():
             if rows:
                 rows = rows if self.seed is None else sorted(rows)
                 found.append((part, torch.tensor(rows, device=batch.device)))

@@ -11,6 +11,7 @@ from lockstep.data.trace import WEIGHT
 from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import FORMAT, in_words, require
 from lockstep.recorders.output import Output
+from lockstep.recorders.torch.modules import indexed
 from lockstep.recorders.torch.samples import sample_of
 from lockstep.recorders.torch.values import computed_in, floating, layers_of, to_array
 
@@ -36,44 +37,35 @@ class record_log_probs:
         self._pattern = "*" if modules is True else modules or ""
         self._handles: list[Any] = []
         self._kept: dict[str, list[Tensor]] = {}
-        self._about: dict[str, Any] = {"steps": [], "in_evaluation": [], "variables": []}
+        self._about: dict[str, Any] = {
+            **FORMAT, "framework": "torch", "num_replicas": 1, "computed_in": "",
+            "steps": [], "in_evaluation": [], "variables": [],
+        }  # fmt: skip
         self._names: dict[str, None] = {}
-        self._dtype = ""
-        self._modes: dict[str, None] = {}
+        self._modes: dict[str, None] = {}  # Of layers in evaluation mode.
 
     def __enter__(self) -> "record_log_probs":
         self._output = Output(self.path)
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_hook(functools.partial(self._after, name)))
-        hook = self.model.register_forward_pre_hook(self._before)
-        self._handles.append(hook)
+        self._handles.append(self.model.register_forward_pre_hook(self._before))
         sample = Sample(ELEMENTS)
         self._about["sample"] = sample._asdict()
         for index, (name, p) in enumerate(self.model.named_parameters()):
-            about = {"name": name, "kind": WEIGHT, "layout": ""}
-            if sample.takes(p.shape):
-                about["shape"] = tuple(p.shape)
-                for end, array in sample_of(sample, p.detach(), p.shape).items():
-                    self._output.put(f"1/before/0/{index}/{end}", array)
-            else:
-                self._output.put(f"1/before/0/{index}", to_array(p))
+            is_large = sample.takes(p.shape)
+            about = {"name": name, "kind": WEIGHT, "shape": tuple(p.shape) if is_large else ()}
+            arrays = sample_of(sample, p.detach(), p.shape) if is_large else {"": to_array(p)}
+            for end, array in arrays.items():
+                self._output.put(f"1/before/0/{index}{end}", array)
             self._about["variables"].append(about)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        about = {
-            **FORMAT,
-            **self._about,
-            "framework": "torch",
-            "num_replicas": 1,
-            "computed_in": self._dtype,
-            "layers": layers_of(self.model.named_modules()),
-            "modules": [*self._names],
-            "ended_with": in_words(error),
-        }
-        self._output.close(about, self._indexed)
+        layers = layers_of(self.model.named_modules())
+        self._about |= {"layers": layers, "modules": [*self._names], "ended_with": in_words(error)}
+        self._output.close(self._about, functools.partial(indexed, [*self._names]))
 
     def add(
         self, tokens: Any, log_probs: Any = None, *, logits: Any = None, mask: Any = None
@@ -128,15 +120,10 @@ class record_log_probs:
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         weights = dict(self.model.named_parameters())
-        self._dtype = computed_in(output, weights) or self._dtype
+        self._about["computed_in"] = computed_in(output, weights) or self._about["computed_in"]
         tensors = floating(output)
         if tensors and name and self._pattern and fnmatch.fnmatchcase(name, self._pattern):
             self._kept.setdefault(name, []).append(tensors[0].detach().float().cpu())
-
-    def _indexed(self, name: str) -> str:
-        """Returns the name of an array in the file, with the number of its module."""
-        start, _, module = name.partition(":")
-        return f"{start.rpartition('/')[0]}/{[*self._names].index(module)}" if module else name
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:

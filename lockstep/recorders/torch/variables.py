@@ -2,14 +2,14 @@
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.values import is_dtensor, settings_of
+from lockstep.recorders.torch.values import is_dtensor, layers_of, settings_of
 
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
@@ -21,35 +21,27 @@ class Variables:
         module: The model.
         optimizer: One optimizer, several, or None for those that exist.
         others: Name → module, or mapping of names to tensors.
-
-    Attributes:
-        weights: Name of a weight → the weight.
-        given: Those of the argument, without wrappers.
-        optimizers: All that update a weight of the model, as far as they have been seen.
-        described: Name of a variable → its description, in the order of their arrays.
-        stepped: The optimizers that have updated a weight in this step.
-        trainers: Those that were given, or have updated a weight in any step.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
         self.module, self.others = module, others
-        self.weights = dict(module.named_parameters())
+        self.weights = dict(module.named_parameters())  # By name.
         odd = [f"{name} is {p.dtype}" for name, p in self.weights.items() if p.is_complex()]
         text = "which cannot be recorded; keep its real and imaginary part as one real weight"
         require(not odd, f"model: {', '.join(odd[:1])}, {text}")
+        # Name of a variable → its description, in the order of their arrays.
         self.described: dict[str, dict[str, Any]] = {}
+        # The optimizers that have updated a weight in this step, and in the one before.
         self.stepped, self._stepped_before = list[Any](), list[Any]()
-        self._names: dict[Any, list[str]] = {}
-        for name, p in self.weights.items():
-            self._names.setdefault(p, []).append(name)
-        owners = dict(module.named_modules())
-        self._layouts = {}
-        for name in self.weights:
-            layer, _, leaf = name.rpartition(".")
-            kinds = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(layer), kind)]
-            self._layouts[name] = kinds[0] if kinds and leaf == "weight" else ""
+        self._names = {p: name for name, p in self.weights.items()}
+        self._layouts = {
+            f"{name}.weight".lstrip("."): layout
+            for kind, layout in LAYOUTS.items()
+            for name, layer in module.named_modules() if isinstance(layer, kind)
+        }  # fmt: skip
         self.given = _given(optimizer)
-        self.optimizers, self.trainers = [*self.given], [*self.given]
+        self.optimizers = [*self.given]  # All that update a weight, as far as they have been seen.
+        self.trainers = [*self.given]  # And those that have updated one in any step.
         for each in self.optimizers:
             updated = {p for group in each.param_groups for p in group["params"]}
             require(
@@ -69,10 +61,8 @@ class Variables:
         """Adds the optimizers of the process that update a weight of the model."""
         for each in gc.get_objects():
             kind = type(each)  # Objects may claim another class, and fail when they are asked.
-            # A wrapper has no groups of its own.
-            if issubclass(kind, torch.optim.Optimizer) and {"param_groups", "state"} <= {
-                *vars(each)
-            }:
+            is_optimizer = issubclass(kind, torch.optim.Optimizer)
+            if is_optimizer and {"param_groups", "state"} <= {*vars(each)}:  # And no wrapper.
                 self.add(each)
         for name, p in self.weights.items():
             owners = [each for each in self.optimizers if each.state.get(p)]
@@ -86,51 +76,47 @@ class Variables:
         """Adds an optimizer; returns whether it is new and updates a weight of the model."""
         if any(each is optimizer or each.state is optimizer.state for each in self.optimizers):
             return False
-        if not self.names_of(optimizer):
-            return False
-        self.optimizers.append(optimizer)
-        return True
+        is_own = bool(self.names_of(optimizer))
+        self.optimizers += [optimizer] if is_own else []
+        return is_own
 
     def names_of(self, optimizer: Any) -> list[str]:
         """Returns the names of the model's weights that an optimizer updates."""
-        groups = optimizer.param_groups
-        return [name for x in groups for p in x["params"] for name in self._names.get(p, ())]
+        weights = (p for group in optimizer.param_groups for p in group["params"])
+        return [self._names[p] for p in weights if p in self._names]
 
     def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
         """Returns the settings of an optimizer's groups, with the names of their weights."""
         found = []
         for group in optimizer.param_groups:
-            weights = [name for p in group["params"] for name in self._names.get(p, ())]
+            weights = [self._names[p] for p in group["params"] if p in self._names]
             own: dict[str, Any] = {"optimizer": type(optimizer).__name__, "weights": weights}
             if group.get("fused") and any(p.is_cuda for p in group["params"]):
                 own["betas_in"] = "float32"
             found += [{**settings_of(group), **own}] if weights else []
         return found
 
-    def has_stepped(self, optimizer: Any) -> bool:
-        """Returns whether an optimizer has updated a weight in this step."""
-        return any(optimizer is each for each in self.stepped)
+    def have_stepped(self, optimizers: Iterable[Any]) -> bool:
+        """Returns whether all of some optimizers have updated a weight in this step."""
+        return all(optimizer in self.stepped for optimizer in optimizers)
 
     def note_step(self, optimizer: Any) -> None:
         """Notes that an optimizer has updated a weight."""
         for noted in (self.stepped, self.trainers):
-            if not any(optimizer is each for each in noted):
-                noted.append(optimizer)
-
-    @property
-    def have_all_stepped(self) -> bool:
-        """Whether all optimizers have."""
-        return all(map(self.has_stepped, self.optimizers))
+            noted += [] if optimizer in noted else [optimizer]
 
     def end_step(self) -> None:
         """Begins a new list of the optimizers that have updated a weight."""
         self._stepped_before, self.stepped = self.stepped or self._stepped_before, []
 
+    def _recent(self) -> list[Any]:
+        """Returns the optimizers of the last steps, the latest ones first."""
+        return [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
+
     def owners_of(self, name: str) -> list[Any]:
         """Returns the optimizers that update a weight: those of the last steps, if they have it."""
         has_it = [x for x in self.optimizers if name in self.names_of(x)]
-        recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
-        return [x for x in recent if any(x is each for each in has_it)] or has_it
+        return [x for x in self._recent() if x in has_it] or has_it
 
     def all(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields the description and the value of each variable."""
@@ -141,16 +127,16 @@ class Variables:
     def of_model(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of weights and statistics."""
         for name, p in self.weights.items():
-            yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
+            yield {"name": name, "kind": "weight", "layout": self._layouts.get(name, "")}, p
         for name, buffer in self.module.named_buffers():
             yield {"name": name, "kind": "statistic", "layout": ""}, real(buffer)
 
     def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
-        recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
+        recent = self._recent()
         for name, p in self.weights.items():
-            states = [x.state[p] for x in recent if x.state.get(p)]
-            states = states or [x.state[p] for x in self.optimizers if x.state.get(p)]
+            with_state = [x for x in recent if x.state.get(p)]
+            states = [x.state[p] for x in with_state or self.optimizers if x.state.get(p)]
             seen: dict[str, int] = {}
             for slot, value in [pair for state in states for pair in state.items()]:
                 number = seen[slot] = seen.get(slot, 0) + 1
@@ -176,16 +162,13 @@ class Variables:
         """Returns the layers of further modules, without settings; a mapping is one layer."""
         found = []
         for key, other in self.others.items():
-            if not isinstance(other, nn.Module):
+            if isinstance(other, nn.Module):
+                named = ((f"{key}.{name}".rstrip("."), x) for name, x in other.named_modules())
+                layers = (layer for layer in layers_of(named) if layer["weights"])
+                found += [{x: each[x] for x in ("name", "class", "weights")} for each in layers]
+            else:
                 names = [f"{key}.{name}" for name, _ in self._of_other(key)]
                 found.append({"name": key, "class": type(other).__name__, "weights": names})
-                continue
-            for name, layer in other.named_modules():
-                own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-                place = f"{key}.{name}" if name else key
-                names = [f"{place}.{x}" for x, _ in own]
-                kind = {"name": place, "class": type(layer).__name__, "weights": names}
-                found += [kind] if names else []
         return found
 
     def tied(self) -> list[list[str]]:
