@@ -19,8 +19,9 @@ import torch.nn.functional as F
 FOLDER = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "verifier" / "recorder_scripts")]
 
-from lockstep import record_torch
 from torch_modules import LanguageModel
+
+from lockstep import record_torch
 
 WIDTH, WORDS, LENGTH = 256, 1000, 64
 
