@@ -117,8 +117,8 @@ def verify_trainings(
     """Records trainings in processes of their own, and compares each variant with the reference.
 
     Shows on standard error what is running. A variant with a fault is run a second time, which
-    tells a bug from a race or broken hardware. In PyTorch, modules are recorded then, if a fault in
-    a pass of the model has no known mistake: the first wrong one is named.
+    tells a bug from a race or broken hardware. In PyTorch, modules are recorded then, if the fault
+    is in a pass of the model: the first wrong one is named.
 
     Args:
         reference: the training on one device, which is never interrupted.
