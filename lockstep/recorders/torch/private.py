@@ -64,7 +64,9 @@ def of_pipelines(average: Callable[..., Any], inferring: Callable[..., Any]) -> 
     if module is None or not _has_sharding():
         return []
     base, stage = private(module, "_PipelineStageBase"), private(module, "PipelineStage")
-    return [(base, "scale_grads", average), (stage, "_forward_metadata_inference", inferring)]
+    is_old = hasattr(stage, "_shape_inference")  # Before PyTorch 2.12.
+    name = "_shape_inference" if is_old else "_forward_metadata_inference"
+    return [(base, "scale_grads", average), (stage, name, inferring)]
 
 
 def uncompiled(module: nn.Module) -> Any:
