@@ -261,6 +261,8 @@ def _factors_received(look: Look) -> np.ndarray:
         for own, got in zip(pair.sums, pair.received, strict=False)
         for n in pair.names
     )
+    if pair.right_received and abs(pair.hand_factor - 1) > OTHER:
+        is_changed |= not look.wrong(scaled_all(pair.right_received, pair.hand_factor))
     names = [n for n in pair.names if norm(right[n])] if is_changed else []
     return _multiples(look, pair.received if names else [], names, right)
 
