@@ -274,8 +274,8 @@ NAMES = {  # In the order of the nodes at which they are found.
     "changed_on_its_own": Name(
         "changed on its own",
         "Values change, and not by the update.",
-        "look for code that assigns to them outside of the update; if there is none, test the"
-        " memory of the machine",
+        "look for code that assigns to them outside of the update, and for forward passes in"
+        " training mode, which move statistics; if there is none, test the memory of the machine",
     ),
 }
 

@@ -452,7 +452,7 @@ class Claim:
         return sum(x.unknown for x in self.changes if x.copy == 0)
 
     def is_left_wrong(self, change: Change) -> bool:
-        """Returns whether a wrong change of a weight or of its state happens after a right update.
+        """Returns whether a wrong change happens after a right update.
 
         State that the reference changes after its update, too, is kept by the step, as an average.
         """
@@ -464,10 +464,11 @@ class Claim:
         is_changed = variable.first in left[0], variable.second in left[1]
         if not any(is_changed) or (is_changed[0] and variable.kind != WEIGHT):
             return False
-        whole, of_copy = self.pair.state(variable), self.pair.state(variable, copy)
-        if whole is None or of_copy is None:
+        first, of_copy = self.pair.right(variable, copy), self.pair.state(variable, copy)
+        if first is None or of_copy is None:
             return False
-        first = State(whole.old, after[0][variable.first])
+        if is_changed[0]:
+            first = State(first.old, after[0][variable.first])
         new = after[1][variable.second]
         own = State(variable.as_first(of_copy.old), variable.as_first(new))
         if np.shape(own.new) != np.shape(first.new):

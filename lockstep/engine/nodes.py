@@ -14,7 +14,7 @@ from lockstep.engine import bounds
 from lockstep.engine.claim import Change
 from lockstep.engine.examples import rows_apart
 from lockstep.engine.look import Finding, Look, factors_of_parts, where
-from lockstep.engine.pair import State, Variable
+from lockstep.engine.pair import State, Variable, names_in_norms
 from lockstep.engine.random import OTHER
 from lockstep.engine.solve import CLOSE, Formula, Term, formulas, is_one_of
 from lockstep.engine.sums import gradients, reduced_after_clipping
@@ -226,7 +226,10 @@ def statistics(look: Look, *, are_averages: bool = True) -> Finding | None:
 
 def _of_state(look: Look, wrong: Sequence[Change]) -> Finding:
     """Returns a finding with the formulas of the changes: D2 = a·D1 + b·X."""
-    left = [x for x in wrong if x.variable.kind != STATISTIC and look.claim.is_left_wrong(x)]
+    # The forward pass of a step moves statistics of norms; a script moves others where it likes.
+    of_norms = names_in_norms(look.pair.training)
+    known = [x for x in wrong if x.variable.kind != STATISTIC or x.variable.second in of_norms]
+    left = [x for x in known if look.claim.is_left_wrong(x)]
     node, wrong = (BETWEEN, left) if len(left) == len(wrong) else (UPDATE, wrong)
     weights = [x for x in wrong if x.variable.kind == WEIGHT] or list(wrong)
     ranks, found, place = tuple(sorted({x.copy for x in wrong})), list[Formula](), ""

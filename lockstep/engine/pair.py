@@ -477,3 +477,9 @@ def has_batch_norms(step: Step) -> bool:
     off = set.intersection(*(trace.in_evaluation(step.position, shard) for shard in step.shards))
     layers = [x for x in trace.about.layers if "batchnorm" in str(x.get("class")).lower()]
     return any(layer.get("name") not in off for layer in layers)
+
+
+def names_in_norms(step: Step) -> set[str]:
+    """Returns the names of weights and statistics of layers that normalise."""
+    norms = [x for x in step.trace.about.layers if "norm" in str(x.get("class")).lower()]
+    return {name for layer in norms for name in layer.get("weights", ())}

@@ -16,7 +16,7 @@ from lockstep.engine.averages import FITS
 from lockstep.engine.claim import Change
 from lockstep.engine.examples import Batches, Rows
 from lockstep.engine.look import OF_LOSS, Finding, Look
-from lockstep.engine.pair import State, copies_are_equal
+from lockstep.engine.pair import State, copies_are_equal, names_in_norms
 from lockstep.engine.random import OTHER, REPEATED, SAME
 from lockstep.engine.solve import CLOSE, NOTHING, Formula, is_constant, solve
 from lockstep.engine.sums import is_along_data
@@ -432,10 +432,8 @@ def of_norm(finding: Finding, look: Look) -> str:
     """Tests statistics of layers that normalise, which each rank has of its own examples."""
     if look.pair.has_same_shards:
         return ""  # So has the reference.
-    layers = look.pair.training.trace.about.layers
-    norms = [x for x in layers if "norm" in str(x.get("class")).lower()]
-    names = {name for layer in norms for name in layer.get("weights", ())}
-    return "layers normalise each rank's examples" if {*_apart(finding, look)} & names else ""
+    is_of_norm = {*_apart(finding, look)} & names_in_norms(look.pair.training)
+    return "layers normalise each rank's examples" if is_of_norm else ""
 
 
 def scaled_change(finding: Finding, look: Look) -> str:
