@@ -240,6 +240,8 @@ class _Training:
             return finding
         if last is not None and (moved := [*changed_between(last, origin)]):
             return _of_moved(BETWEEN, moved)
+        if "mode" in look.layers and not (look.claim.is_known or pair.is_port):
+            return _caused_between(Finding(OUTPUTS), look)
         if not self._is_clean(look):
             try:
                 finding = self._walk(look)
