@@ -245,12 +245,24 @@ class _Training:
         if not self._is_clean(look):
             try:
                 finding = self._walk(look)
-                return _caused_between(finding, look) if finding else None
+                return self._of_loss(_caused_between(finding, look), look) if finding else None
             except Exception as raised:  # The claim does not hold, whatever a node cannot read.
                 names = tuple(dict.fromkeys(x.variable.first for x in look.claim.wrong))
                 seen = {"error": f"{type(raised).__name__}: {raised}"}
                 return Finding(UPDATE, names, seen=seen)
         return self._unseen(look)
+
+    def _of_loss(self, finding: Finding, look: Look) -> Finding:
+        """Returns where a wrong loss is that equals the reference's in this step by chance.
+
+        So do many before the first update, as those of a policy that is its own reference.
+        """
+        if finding.node != GRADIENT or finding.names or not finding.seen.get("unknown"):
+            return finding
+        pairs = [p for p in self.pairs if p.number > look.pair.number and p.starts_equally]
+        later = [each for each in map(self._look, pairs) if not nodes.other_examples(each)]
+        is_chance = any(each.loss_agrees() is False for each in later)
+        return dataclasses.replace(finding, node=LOSS) if is_chance else finding
 
     def _unseen(self, look: Look) -> Finding | None:
         """Returns what the states of a right step do not show.
