@@ -379,6 +379,10 @@ class _Training:
             error = f"{type(raised).__name__}: {raised}"
         if finding.seen.get("is_hidden"):
             reason = f"{reason}; {HIDDEN}" if reason else HIDDEN
+        notes = tuple[str, ...]()
+        is_unknown = finding.node in (LOSS, GRADIENT) and finding.seen.get("unknown")
+        if is_unknown and not (look.pair.is_port or look.outputs_apart):
+            notes = ("outputs, which are not in both recordings: the fault may be in them",)
         place, module = _place_of(finding, look), ""
         with contextlib.suppress(Exception):  # It is no part of the verdict, either.
             module = modules.first_wrong(look, finding.node)
@@ -387,7 +391,7 @@ class _Training:
         place = dataclasses.replace(place, module=module)
         return self._said(
             finding.status, place=place, formula=(*_formulas(finding),), name=name,
-            reason=reason, error=error,
+            reason=reason, error=error, notes=notes,
         )  # fmt: skip
 
     def _said(self, status: str, **fields: Any) -> Verdict:
