@@ -64,7 +64,7 @@ def of_pipelines(average: Callable[..., Any], inferring: Callable[..., Any]) -> 
     if module is None or not _has_sharding():
         return []
     base, stage = private(module, "_PipelineStageBase"), private(module, "PipelineStage")
-    is_old = hasattr(stage, "_shape_inference")  # Before PyTorch 2.12.
+    is_old = hasattr(stage, "_shape_inference")  # As in PyTorch 2.8.
     name = "_shape_inference" if is_old else "_forward_metadata_inference"
     return [(base, "scale_grads", average), (stage, name, inferring)]
 
