@@ -297,6 +297,23 @@ def test_inputs_of_the_layout_time_batch_are_recognised():
     assert not are_second(trace((4, 8)), trace((4, 8), (4, 8)))  # The batch is larger.
 
 
+def test_passes_that_no_loss_uses_are_no_examples():
+    """An actor's observations are on all ranks, as in reinforcement learning."""
+
+    def trace(slope, *shards):
+        arrays = {}
+        for r, shard in enumerate(shards):
+            for index, (x, by) in enumerate([(acted, slope), (shard, 1)]):
+                values = {"data": x, "y_pred": x + 9, "y_grad": by * np.ones_like(x)}
+                arrays |= {f"1/{kind}/{r}/{index}": value for kind, value in values.items()}
+        return Trace(About("torch", len(shards), steps=(0,), micro_batches=(2,)), arrays)
+
+    acted, rows = np.split(values((12, 3)).astype(np.float32), [4])
+    for slope in (0, 1):
+        batches = Batches(trace(slope, rows), trace(slope, rows[::2], rows[1::2]))
+        assert batches.differ(0) == bool(slope)
+
+
 def test_replay_pairs_layers_as_a_comparison_does(tmp_path):
     """PyTorch counts layer2 before layer10; sorted as JAX does, layer10 comes first."""
     numbers = range(1, 12)
