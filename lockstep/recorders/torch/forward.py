@@ -16,6 +16,7 @@ from lockstep.recorders.torch.recording import Recording, called_in
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import (
+    Hook,
     computed_in,
     is_dtensor,
     local,
@@ -61,13 +62,13 @@ class ForwardObserver:
         own = self.recording
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
         for model in own.called:
-            hooks.callback(model.register_forward_pre_hook(self._before, **options).remove)
+            hooks.callback(model.register_forward_pre_hook(Hook(self._before), **options).remove)
             # A script can call these in place of the whole.
             for part in (x for child in uncompiled(model).children() for x in called_in(child)):
-                hooks.callback(part.register_forward_pre_hook(self._before_part).remove)
+                hooks.callback(part.register_forward_pre_hook(Hook(self._before_part)).remove)
         for name, other in own.variables.others.items():
             if isinstance(other, nn.Module):
-                note = functools.partial(self._note_other, name)
+                note = Hook(functools.partial(self._note_other, name))
                 hooks.callback(other.register_forward_pre_hook(note).remove)
 
     def _before_part(self, part: nn.Module, *_: Any) -> None:
@@ -93,14 +94,14 @@ class ForwardObserver:
         own = self.recording
         add = own.hooks.enter_context
         for model in own.called:
-            add(model.register_forward_hook(self._after))
+            add(model.register_forward_hook(Hook(self._after)))
         for _, layer in own.module.named_modules():
-            add(layer.register_forward_hook(self._note_dtype))
+            add(layer.register_forward_hook(Hook(self._note_dtype)))
         if self.modules:
             self.modules.install()
         for ddp in own.ddps:
-            add(ddp.register_forward_pre_hook(self.before_ddp))
-            add(ddp.register_forward_hook(self._after_ddp))
+            add(ddp.register_forward_pre_hook(Hook(self.before_ddp)))
+            add(ddp.register_forward_hook(Hook(self._after_ddp)))
         if self.shards:
             self.shards.install()
 
@@ -234,12 +235,21 @@ class ForwardObserver:
             own.add("y_grad", [zeros])
             if x.requires_grad and own.placement.knows_loss:
                 key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
-                x.register_hook(functools.partial(self._after_loss, step, key))
+                # The model itself may use an output, as that of an encoder: hook what it has used.
+                sources = self.shards.sources.pop(id(x), None) if self.shards else None
+                for source, places in sources or [(x, None)]:
+                    hook = functools.partial(self._after_loss, step, key, places)
+                    source.register_hook(hook)
 
-    def _after_loss(self, step: Any, key: str, gradient: Tensor | None) -> None:
+    def _after_loss(
+        self, step: Any, key: str, places: Tensor | None, gradient: Tensor | None
+    ) -> None:
         # DDP gives None for an output that the loss does not use.
         own = self.recording
         if gradient is not None and step is own.step and key in step.arrays:
+            if places is not None:
+                whole = gradient.new_zeros(len(step.arrays[key]), *gradient.shape[1:])
+                gradient = whole.index_copy(0, places, gradient)
             text = own.placement.placements.get(f"y_grad/{key.split('/')[-1]}", "")
             rows = own.rows("y_grad", gradient, text)
             array = to_array(rows) / (step.scale * own.placement.num_parts)

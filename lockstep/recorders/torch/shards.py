@@ -42,6 +42,7 @@ class ShardRunner:
     Attributes:
         parts: The parts of the step that are left.
         buffers: Replica → name of a statistic → its value after the replica's passes in the step.
+        sources: The id of an output → what it was joined from, and the places of these rows.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ShardRunner:
         self.parts: list[Part] = []
         self.buffers: dict[int, dict[str, Tensor]] = {}
         self.found: list[tuple[Part, Tensor]] = []  # Those of the last forward pass.
+        self.sources: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
@@ -82,12 +84,13 @@ class ShardRunner:
     def _forward(self, forward: Any, *args: Any, **options: Any) -> Any:
         """Replica 0 comes last: the model keeps its statistics, and the random state after it."""
         own = self.recording
-        batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        batch = _tensors((args, options))
         is_recorded = own.is_on and own.step.outside is not None and batch
         found = self._find_parts(batch) if is_recorded else []
         if not found:
             return forward(*args, **options)
         size, states, outputs = len(batch[0]), random_states(), []
+        self.sources = {}
         numbers = torch.zeros(size, dtype=torch.int64, device=batch[0].device)
         is_drawn = False
         for part, rows in found:
@@ -105,12 +108,15 @@ class ShardRunner:
             self.modules.rows = None
         states = random_states() if is_drawn else states
         places = [rows for _, rows in found]
-        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
-        if len(found) > 1 and not all(x.dim() for x in tensors):
+        if len(found) > 1 and not all(x.dim() for x in _tensors(outputs)):
             self._check_means(functools.partial(_called, forward, args, options, size), places)
         set_random_states(states)
         own.add("shards", [numbers])
-        return _joined(outputs, places)
+        joined = _joined(outputs, places)
+        columns = zip(*map(_tensors, outputs), strict=True)
+        for x, column in zip(_tensors(joined), columns, strict=True):
+            self.sources[id(x)] = [*zip(column, places, strict=True)]
+        return joined
 
     @torch.no_grad()
     def _check_means(self, call: Callable[[Tensor], Any], places: Sequence[Tensor]) -> None:
@@ -207,13 +213,17 @@ def _called(forward: Any, args: Any, options: Any, size: int, rows: Tensor) -> A
     return forward(*args, **options)
 
 
+def _tensors(nest: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
+
+
 def _joined(outputs: Sequence[Any], places: Sequence[Tensor]) -> Any:
     """Returns the outputs of all parts of a batch as one, by the places of their examples.
 
     A number without rows, as a loss, is the mean over all examples.
     """
-    tensors = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in outputs)
-    columns, order = zip(*tensors, strict=True), torch.argsort(torch.cat([*places]))
+    columns = zip(*map(_tensors, outputs), strict=True)
+    order = torch.argsort(torch.cat([*places]))
 
     def join(first: Tensor) -> Tensor:
         column = next(columns)

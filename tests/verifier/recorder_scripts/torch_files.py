@@ -223,6 +223,23 @@ def case_rounding_of_a_gpu():
     assert rounds(4) and not rounds(2)
 
 
+def copied(model, optimizer, step):
+    """Saves the model, and trains a copy of it before the step."""
+    torch.save(model, "model.pt")
+    copy.deepcopy(model)(batch(step)[0]).sum().backward()
+    plain(model, optimizer, step)
+
+
+def case_copies():
+    """A script may copy and save a model while it is recorded; copies are not recorded."""
+    options = {"modules": True, "steps": 2}
+    first = recorded("plain", network(), momentum, plain, **options).arrays
+    second = recorded("copied", network(), momentum, copied, **options).arrays
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name])
+
+
 def case_errors():
     model, larger, in_zero = network(), nn.Linear(7, 5), nn.Linear(7, 5)
     in_zero.weight._hp_mapping = None  # As DeepSpeed marks weights.

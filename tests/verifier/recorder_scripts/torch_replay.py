@@ -125,6 +125,12 @@ def of_output(model, optimizer, step):
     optimizer.step()
 
 
+def of_two_outputs(model, optimizer, step):
+    """Trains a model by two outputs."""
+    sum(model(batch(step)[0])).sum().backward()
+    optimizer.step()
+
+
 def case_outputs_of_shards():
     """Other examples are not computed for each shard; an output has their rows, or is a mean."""
     of_two("shards", 0.0)
@@ -136,6 +142,9 @@ def case_outputs_of_shards():
     forward = model.forward
     model.forward = lambda x: forward(x).mean()
     assert "1/shards/0/0" in recorded("mean", model, momentum, of_output, **BY_SHARD).arrays
+    model.forward = lambda x: ((inner := forward(x)), 2 * inner)
+    arrays = recorded("two", model, momentum, of_two_outputs, **BY_SHARD).arrays
+    assert np.all(arrays["1/y_grad/0/0"] == 3) and np.all(arrays["1/y_grad/0/1"] == 1)
     for reduced, expected in (
         (lambda x: forward(x).sum(), "which is no mean over examples"),
         (lambda x: forward(x).sum(0), "of shape (5,), without a row"),
