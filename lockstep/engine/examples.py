@@ -48,19 +48,26 @@ def key_of(row: np.ndarray, padding: float | None) -> bytes:
     return row[real_part(row, padding)].tobytes() if row.ndim else row.tobytes()
 
 
-def rows_of(step: Step, padding: float | None) -> list[Rows]:
+def rows_of(step: Step, padding: float | None, *, is_used: bool = False) -> list[Rows]:
     """Counts the rows of the inputs of each shard: its examples, and not what it computes.
 
     That is what an earlier forward pass of the step returns, as that of a generator.
+
+    Args:
+        step: the step of a training.
+        padding: the value that pads rows.
+        is_used: count only passes whose outputs the loss uses.
     """
-    found, outputs = [], step.arrays("y_pred") if step.has("y_pred") else [[]] * len(step.shards)
-    for shard, own in zip(step.shards, outputs, strict=True):
+    found, kinds = [], ("y_pred", "y_grad")
+    outputs, slopes = (step.arrays(k) if step.has(k) else [[]] * len(step.shards) for k in kinds)
+    for shard, own, of_loss in zip(step.shards, outputs, slopes, strict=True):
         made, inputs = set[bytes](), step.inputs(shard)
         rows: Rows = Rows()
         each = len(own) // max(len(inputs), 1)
         for number, part in enumerate(inputs):
             keys = [(row.tobytes(), key_of(row, padding)) for row in comparable(part)]
-            rows.update(key for whole, key in keys if whole not in made)
+            if not is_used or any(np.any(x) for x in of_loss[number * each :][:each]):
+                rows.update(key for whole, key in keys if whole not in made)
             returned = own[number * each :][:each] if len(inputs) > 1 else []
             made |= {row.tobytes() for x in returned if x.ndim for row in comparable(x)}
         found.append(rows)
@@ -298,9 +305,13 @@ class Batches:
         """Number of a step → rows of the batch in the reference, and those of each shard."""
         found = {}
         for number, (reference, training) in self._steps.items():
-            right = sum(rows_of(reference, self.padding), Rows())
-            own = rows_of(training, self.padding)
             both = reference, training
+            firsts, own = (rows_of(step, self.padding) for step in both)
+            used = [rows_of(step, self.padding, is_used=True) for step in both]
+            # Passes that no loss uses, as of an actor, may be the same ones on all ranks.
+            if sum(used[0], Rows()) == sum(used[1], Rows()) and any(used[0]):
+                firsts, own = used
+            right = sum(firsts, Rows())
             inputs = (x for step in both for shard in step.shards for x in step.inputs(shard))
             if all(x.dtype.kind == "f" for x in inputs):
                 for key, nearest in _nearest(right, sum(own, Rows())).items():

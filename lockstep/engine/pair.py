@@ -356,6 +356,9 @@ class Pair:
         first = self.state(variable)
         if first is None or variable.kind != STATISTIC or not (copy and self.has_same_shards):
             return first
+        ways = self.training.trace.about.passes[self.training.position :][:1]
+        if any("ddp" in own[:-1] for own in ways):
+            return None  # DDP sends the statistics of rank 0 before each pass but the first.
         numbers, training = range(self.training.trace.about.num_replicas), self.training.trace
         shard = (training.numbers or numbers)[training.shards_of(copy)[0]]
         of_first, own = (

@@ -130,7 +130,7 @@ def run_training(
         processes = _start(training, {**exact, **variables, _MARK: mark}, output)
     try:
         error = _wait(processes, timeout_sec, on_wait)
-        tail = _last_lines(log) if error else ""
+        tail = last_lines(log) if error else ""
     except BaseException:
         _end(processes, mark)
         raise
@@ -301,7 +301,7 @@ def _descendants(pid: int) -> Iterator[int]:
         found += children.get(each, ())
 
 
-def _last_lines(log: pathlib.Path) -> str:
+def last_lines(log: pathlib.Path) -> str:
     """Returns the last lines that a training printed, without those of a launcher's own report."""
     with open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))

@@ -42,6 +42,7 @@ from lockstep.recording import VARIABLE
 from lockstep.running.launch import (
     Training,
     TrainingError,
+    last_lines,
     require_program,
     require_training,
     run_training,
@@ -395,7 +396,8 @@ class _Session:
                 is_there = path.exists() or any(self._folder.glob(f"{file}.rank*.npz"))
                 what = f" that can be read ({unread})" if is_there else ""
                 text = f"{title}: the training recorded nothing{what}; put its steps into"
-                raise TrainingError(f"{text} `with lockstep.record(model, optimizer):`") from None
+                text = f"{text} `with lockstep.record(model, optimizer):`"
+                raise TrainingError(text, last_lines(self._folder / f"{file}.log")) from None
         return str(path)
 
 

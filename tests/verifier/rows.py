@@ -209,6 +209,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "filled in part": ({}, padded(6), 2),
         "order": ({}, {"batch": lambda step: batch_of((1, 0, 2, 3)[step])}),
         "others": ({}, {"inputs": lambda x: x**3}),
+        "others, before a larger batch": ({}, {"inputs": lambda x: x**3, **padded(2, step=1)}),
         "layout": (images("NHWC"), {**images("NHWC", "NCHW"), **times(1.5)}),
         "other examples, by the ids": (augmented(0),
             {**augmented(1), "ids": lambda rows: rows + 50}),

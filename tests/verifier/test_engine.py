@@ -1,5 +1,6 @@
 """The engine in `lockstep.engine`: the rows of `rows.py`, other small recordings, and formulas."""
 
+import dataclasses
 import importlib
 import itertools
 
@@ -253,13 +254,14 @@ def test_rounding_is_that_of_the_dtype():
 # --- A reference by parts ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong, left, status, note", [
-    (None, None, "clean", False),
-    (1, None, "fault", False),
-    (0, None, "fault", False),
-    (1, 0, "clean", True),  # Something else than a forward pass changes it.
+@pytest.mark.parametrize("wrong, left, ways, status, note", [
+    (None, None, ["ddp"], "clean", False),
+    (1, None, ["ddp"], "fault", False),
+    (0, None, ["ddp", "ddp"], "fault", False),
+    (1, 0, ["ddp"], "clean", True),  # Something else than a forward pass changes it.
+    (1, None, ["ddp", "ddp"], "clean", True),  # DDP sends those of rank 0 before the second.
 ])  # fmt: skip
-def test_statistics_of_each_rank_are_those_of_its_part(wrong, left, status, note):
+def test_statistics_of_each_rank_are_those_of_its_part(wrong, left, ways, status, note):
     given = {**layers(NORM), **of_shards(), "steps": (0,)}
     reference, training = pair(given, {"local_norm": True})
     for index, rank in itertools.product((2, 3), (0, 1)):
@@ -271,6 +273,7 @@ def test_statistics_of_each_rank_are_those_of_its_part(wrong, left, status, note
         name = f"1/after/{wrong}/3"
         training.arrays[name] = training.arrays[name] * np.float32(1.01)
     traces = reference.trace(), training.trace()
+    traces[1].about = dataclasses.replace(traces[1].about, passes=(tuple(ways),))
     verdict = verify(*traces, by_parts=traces[0])
     assert verdict.status == status, str(verdict)
     assert any("statistics of other ranks" in text for text in verdict.notes) == note

@@ -13,6 +13,7 @@ from lockstep.recorders.common import Hooks
 from lockstep.recorders.torch.private import in_transform, tree_leaves, uncompiled
 from lockstep.recorders.torch.recording import Recording, called_in, copied
 from lockstep.recorders.torch.values import (
+    Hook,
     computed_in,
     is_dtensor,
     local,
@@ -48,13 +49,13 @@ class ForwardObserver:
         own = self.recording
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
         for model in own.called:
-            hooks.callback(model.register_forward_pre_hook(self._before, **options).remove)
+            hooks.callback(model.register_forward_pre_hook(Hook(self._before), **options).remove)
             # A script can call these in place of the whole.
             for part in (x for child in uncompiled(model).children() for x in called_in(child)):
-                hooks.callback(part.register_forward_pre_hook(self._before_part).remove)
+                hooks.callback(part.register_forward_pre_hook(Hook(self._before_part)).remove)
         for name, other in own.variables.others.items():
             if isinstance(other, nn.Module):
-                note = functools.partial(self._note_other, name)
+                note = Hook(functools.partial(self._note_other, name))
                 hooks.callback(other.register_forward_pre_hook(note).remove)
 
     def _before_part(self, part: nn.Module, *_: Any) -> None:
@@ -79,12 +80,12 @@ class ForwardObserver:
         own = self.recording
         add = own.hooks.enter_context
         for model in own.called:
-            add(model.register_forward_hook(self._after))
+            add(model.register_forward_hook(Hook(self._after)))
         for _, layer in own.module.named_modules():
-            add(layer.register_forward_hook(self._note_dtype))
+            add(layer.register_forward_hook(Hook(self._note_dtype)))
         for ddp in own.ddps:
-            add(ddp.register_forward_pre_hook(self.before_ddp))
-            add(ddp.register_forward_hook(lambda *_: setattr(self, "is_in_ddp", False)))
+            add(ddp.register_forward_pre_hook(Hook(self.before_ddp)))
+            add(ddp.register_forward_hook(Hook(lambda *_: setattr(self, "is_in_ddp", False))))
 
     def before_ddp(self, ddp: Any, *_: Any) -> None:
         """Notes whether DDP reduces the gradients of the forward pass that begins."""
@@ -205,14 +206,21 @@ class ForwardObserver:
             zeros = torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)
             index = own.add("y_grad", [zeros])
             if x.requires_grad and own.placement.knows_loss:
-                x.register_hook(functools.partial(self._after_loss, step, index))
+                # The model itself may use an output, as that of an encoder: hook what it has used.
+                for source, rows in own.sources.pop(id(x), [(x, None)]):
+                    source.register_hook(functools.partial(self._after_loss, step, index, rows))
 
-    def _after_loss(self, step: Any, index: int, gradient: Tensor | None) -> None:
+    def _after_loss(
+        self, step: Any, index: int, rows: Tensor | None, gradient: Tensor | None
+    ) -> None:
         # DDP gives None for an output that the loss does not use.
         own, place = self.recording, self.recording.placement
         if gradient is not None and step is own.step and (kept := own.kept("y_grad").get(index)):
-            rows = own.rows("y_grad", gradient, place.placements.get(f"y_grad/{index}", ""))
-            array = to_array(rows) / (step.scale * place.num_parts)
+            if rows is not None:
+                whole = gradient.new_zeros(len(kept[""]), *gradient.shape[1:])
+                gradient = whole.index_copy(0, rows, gradient)
+            text = place.placements.get(f"y_grad/{index}", "")
+            array = to_array(own.rows("y_grad", gradient, text)) / (step.scale * place.num_parts)
             kept[""] = kept[""] + array if kept[""].shape == array.shape else array
             if not place.place("y_grad", index, gradient):
                 kept.clear()  # A DTensor that is split in another way than the output.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.data.trace import OF_MODULES
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.private import in_transform, number_of
-from lockstep.recorders.torch.values import floating, to_array
+from lockstep.recorders.torch.values import Hook, floating, to_array
 
 if TYPE_CHECKING:
     from lockstep.recorders.torch.recording import Recording
@@ -52,7 +52,7 @@ class Modules:
         """Installs the hooks of the modules."""
         add = self.recording.hooks.enter_context
         for name, module in self.modules.items():
-            before, after = (functools.partial(f, name) for f in (self._before, self._after))
+            before, after = (Hook(functools.partial(f, name)) for f in (self._before, self._after))
             add(module.register_forward_pre_hook(before, with_kwargs=True))
             add(module.register_forward_hook(after))
 

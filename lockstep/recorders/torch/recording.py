@@ -143,6 +143,8 @@ class Recording:
         self.end: Callable[[], None]  # The step has ended.
         self.output: Output
         self.shapes: dict[str, tuple[int, ...]] = {}  # "KIND/INDEX" → that of a sampled array.
+        # Of a forward pass by parts: the id of an output → what it was joined from, and the rows.
+        self.sources: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.per_step = collections.defaultdict[str, list[Any]](list)  # Keys of the description.
         self.computed_in = ""  # 16-bit dtype of the layers.
 

@@ -76,7 +76,8 @@ class ShardRunner:
     def _forward(self, forward: Any, *args: Any, **options: Any) -> Any:
         """Replica 0 comes last: the model keeps its statistics, and the random state after it."""
         own = self.recording
-        batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        own.sources.clear()
+        batch = _tensors((args, options))
         is_recorded = own.is_on and own.step.outside is not None and batch
         found = self._find_parts(batch) if is_recorded else []
         if not found:
@@ -98,12 +99,16 @@ class ShardRunner:
             self.modules.rows = None
         states = random_states() if is_drawn else states
         places = [rows for _, rows in found]
-        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
-        if len(found) > 1 and not all(x.dim() for x in tensors):
+        if len(found) > 1 and not all(x.dim() for x in _tensors(outputs)):
             self._check_means(functools.partial(_called, forward, args, options, size), places)
         set_random_states(states)
         own.add("shards", [numbers])
-        return _joined(outputs, places)
+        joined = _joined(outputs, places)
+        columns = zip(*map(_tensors, outputs), strict=True)
+        for x, column in zip(_tensors(joined), columns, strict=True):
+            if x.dim():
+                own.sources[id(x)] = [*zip(column, places, strict=True)]
+        return joined
 
     @torch.no_grad()
     def _check_means(self, call: Callable[[Tensor], Any], places: Sequence[Tensor]) -> None:
@@ -196,13 +201,17 @@ def _called(forward: Any, args: Any, options: Any, size: int, rows: Tensor) -> A
     return forward(*args, **options)
 
 
+def _tensors(nest: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
+
+
 def _joined(outputs: Sequence[Any], places: Sequence[Tensor]) -> Any:
     """Returns the outputs of all parts of a batch as one, by the places of their examples.
 
     A number without rows, as a loss, is the mean over all examples.
     """
-    tensors = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in outputs)
-    columns, order = zip(*tensors, strict=True), torch.argsort(torch.cat([*places]))
+    columns = zip(*map(_tensors, outputs), strict=True)
+    order = torch.argsort(torch.cat([*places]))
 
     def join(first: Tensor) -> Tensor:
         column = next(columns)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,24 @@ def assign(target: Any, array: np.ndarray) -> Any:
         shard = dist.tensor.distribute_tensor
         value = shard(value, target.device_mesh, target.placements, src_data_rank=None)
     return target.copy_(value)
+
+
+class Hook:
+    """A hook of a module, which does nothing in a copy of the module, or in a saved one."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls what the hook is for."""
+        return self.call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def take(nest: Any, rows: Tensor, size: int) -> Any:

@@ -1,6 +1,7 @@
 """Cases of PyTorch: what is in a file, and what cannot be recorded."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
+import copy
 import importlib
 import os
 import pathlib
@@ -215,6 +216,23 @@ def case_rounding_of_a_gpu():
     assert not rounds(2, 4)
     cudnn.conv.fp32_precision = "tf32"  # The other setting now refuses to be read.
     assert rounds(4) and not rounds(2)
+
+
+def copied(model, optimizer, step):
+    """Saves the model, and trains a copy of it before the step."""
+    torch.save(model, "model.pt")
+    copy.deepcopy(model)(batch(step)[0]).sum().backward()
+    plain(model, optimizer, step)
+
+
+def case_copies():
+    """A script may copy and save a model while it is recorded; copies are not recorded."""
+    options = {"modules": True, "steps": 2}
+    first = recorded("plain", network(), momentum, plain, **options).arrays
+    second = recorded("copied", network(), momentum, copied, **options).arrays
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name])
 
 
 def case_errors():

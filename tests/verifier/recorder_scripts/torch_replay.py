@@ -101,6 +101,12 @@ def of_output(model, optimizer, step):
     optimizer.step()
 
 
+def of_two_outputs(model, optimizer, step):
+    """Trains a model by two outputs."""
+    sum(model(batch(step)[0])).sum().backward()
+    optimizer.step()
+
+
 def case_shards():
     """One process computes each replica's part of the batch, with its random numbers."""
     for dropout in (0.0, 0.3):
@@ -125,6 +131,11 @@ def case_shards():
     told = warnings_of(recorded, "half", None, momentum, half, **BY_SHARD)
     assert "1/shards/0/0" not in Trace("half").arrays
     assert any("other examples than shards.npz" in text for text in told)
-    model.forward = lambda x: network()(x).sum()
+    model = network()
+    forward = model.forward
+    model.forward = lambda x: ((inner := forward(x)), 2 * inner)
+    arrays = recorded("two", model, momentum, of_two_outputs, **BY_SHARD).arrays
+    assert np.all(arrays["1/y_grad/0/0"] == 3) and np.all(arrays["1/y_grad/0/1"] == 1)
+    model.forward = lambda x: forward(x).sum()
     expected = "shards='each': the model has an output which is no mean over examples"
     refused(expected, recorded, "output", model, momentum, of_output, **BY_SHARD)
