@@ -187,7 +187,7 @@ NAMES = {  # In the order of the nodes at which they are found.
         "part of the batch lost",
         "The gradient of a rank or of a micro-batch is missing from the sum.",
         "include every rank in the all-reduce of every weight, accumulate all micro-batches before"
-        " the update, and clear gradients only after it",
+        " the update, the last one not under `no_sync()`, and clear gradients only after it",
     ),
     "not_all_reduced": Name(
         "not all-reduced",

@@ -269,7 +269,7 @@ def lost_part(finding: Finding, look: Look) -> str:
         largest = max((abs(f) for f, _ in passes), default=0.0)
         lost = [label for f, label in passes if abs(f) <= CLOSE * largest]
         if lost and largest:
-            return f"{', '.join(lost)} do not count"
+            return f"{', '.join(lost)} {'does' if len(lost) == 1 else 'do'} not count"
     known = _of_gradients(finding)
     ranks = [s for _, a in known for s, x in enumerate(a) if abs(x) <= CLOSE * np.max(np.abs(a))]
     are_equal = len({tuple(np.round(a, 4)) for _, a in known}) == 1
