@@ -155,7 +155,9 @@ def _largest_difference(
             absolute, largest = float(np.max(np.abs(a - b))), float(np.max(np.abs([a, b])))
             relative, where = absolute / (largest or 1.0), name.removeprefix("model/")
             found.append({"absolute": absolute, "relative": relative, "where": where})
-    return max(found, key=lambda each: (each["where"] != "", each["absolute"]))
+    return max(
+        found, key=lambda each: (each["where"] != "", np.nan_to_num(each["absolute"], nan=np.inf))
+    )
 
 
 def _why_different(first: Checkpoint, second: Checkpoint) -> str:

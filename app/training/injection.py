@@ -29,7 +29,7 @@ class FaultyObserver(Observer):
         fault.check(strategy.num_replicas)
         if fault.step > num_steps:
             raise ConfigError(
-                f"--inject={fault}: the training has only {num_steps} steps; use step={num_steps}"
+                f"--inject={fault}: the training ends after step {num_steps}; use step={num_steps}"
                 " or less"
             )
         num_shards = strategy.num_shards
