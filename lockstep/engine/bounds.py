@@ -94,9 +94,11 @@ def bound_of(reference: Trace, permuted: Trace | None, given: float | None = Non
         text = "float32"
         bound = Tolerance("", WITH_SPREAD if spread else WITHOUT_SPREAD, unit, spread, moved=moved)
         if not spread:
+            text += ", by the size of the batch"
+        if not (spread or reference.has(0, "shards")):  # One by parts is not permuted.
             text += (
-                ", by the size of the batch; record the reference with permute=1, too, to compute"
-                " it from the effect of rounding"
+                "; record the reference with permute=1, too, to compute it from the effect of"
+                " rounding"
             )
     if bound.spread:
         text += f" and {MARGIN} times the effect of permuting the examples"
