@@ -335,6 +335,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "sum: lost_part": {
         "without the last": ({}, {"replicas": 3, "reduce": lambda sent: mean_of(sent[:2] * 3)[:3]}),
     },
+    "sum: stale_gradient": {"sum of the step before": ({}, {"reduce": late()}, 1)},
     "sum: wrong_factor": {
         "sum": ({}, SUMMED),
         "sum in JAX": (JAX, SUMMED),
