@@ -360,6 +360,8 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "clipped by value before unscale_": (by_value(), by_value(1024, "unscale")),
     },
     "update: other_learning_rate": {
+        "another state on one rank before a step": ({},
+            scaled(1.5, "before", position=2, replica=1, index=4), 1),
         "rate": ({}, settings(learning_rate=0.2)),
         "hidden rate": ({}, with_settings(learning_rate=0.3)),
         "hidden rate of Adam": (ADAM, {**with_settings(learning_rate=0.03), **WITHOUT_FIRST_STATE}),
