@@ -132,7 +132,8 @@ def verify_trainings(
         Name of the variant, or of the training that resumes → its verdict.
 
     Raises:
-        TrainingError: a training failed, reached its time limit or recorded nothing.
+        TrainingError: a training failed, reached its time limit or recorded nothing; of several
+            variants, that one is not verified.
         ValueError: an argument is wrong, or the recordings have nothing in common.
     """
     resumes = resumes or {}
@@ -146,7 +147,16 @@ def verify_trainings(
         session.announce([*variants, *parts])
         session.record_reference()
         files = {name: f"variant{i}{_in_file_name(name)}" for i, name in enumerate(variants, 1)}
-        verdicts = {name: session.verdict_of(name, variants[name], files[name]) for name in files}
+        verdicts = dict[str, Verdict]()
+        for name, file in files.items():
+            try:
+                verdicts[name] = session.verdict_of(name, variants[name], file)
+            except TrainingError as error:
+                if len(variants) + len(resumes) == 1:
+                    raise
+                # The others have a verdict.
+                why = one_line(": ".join([error.text, *error.tail.splitlines()[-1:]]))
+                verdicts[name] = Verdict(NOT_VERIFIED, missing=(why,), training=name)
         for name, verdict in verdicts.items():
             if verdict.status == FAULT:
                 file = f"{files[name]}-second"

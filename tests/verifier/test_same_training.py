@@ -104,6 +104,13 @@ def test_the_same_training_passes_under_any_name():
         assert verdict.ok and verdict.steps == (0, 1) and verdict.notes == ()
 
 
+def test_a_variant_that_fails_hides_no_other():
+    verdicts = verify_trainings(one, {"a": fails, "two": two}, Settings())
+    assert [verdict.status for verdict in verdicts.values()] == ["not verified", "clean"]
+    told = "a: the training ended with exit code 1: RuntimeError: no such device"
+    assert verdicts["a"].missing == (told,)
+
+
 def test_steps_that_the_reference_lacks_are_not_verified():
     verdict = verify_trainings(one_of_two_steps, {"two": two}, Settings())["two"]
     assert (verdict.status, verdict.steps) == ("not verified", (0,))
