@@ -111,6 +111,8 @@ def weights_of(weights: Shapes, arrays: Shapes) -> dict[str, tuple[str, str]]:
                 slots[slot][path] = weight
     found, ranks = dict[str, tuple[str, str]](), dict[str, tuple[int, int]]()
     for (_, above, below), own in slots.items():
+        if "/".join([*above, str(len(weights)), *below]) in arrays:
+            continue  # A list of more than the weights has an order of its own.
         number = len({*own.values()})
         is_whole = number == len(weights) > 1
         for path, weight in own.items():

@@ -5,6 +5,7 @@ import itertools
 import json
 import pathlib
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.devices import dtype_of
+from lockstep.recorders.jax.paths import flatten, weights_of
 from recording import Trace
 
 
@@ -208,6 +210,47 @@ def case_steps_of_libraries():
     assert is_equal(record("one", Step(step)), loop(step))
     Step.__module__ = "flax.nnx.transforms.compilation"
     refused(r"^the step of nnx\.jit changes its arguments.* and returns nnx\.state$", Step(step))
+
+
+def case_weights_of_state():
+    """State belongs to the weight whose path is a part of its own."""
+
+    class Moments(NamedTuple):
+        count: str
+        mu: Any
+        nu: Any
+
+    listed, named = ["0", "1", "2"], {"a": {"b": "a/b"}, "b": "b"}
+    shape = (3,)
+    for weights, state, expected in (
+        (listed, Moments("c", ["m0", "m1", "m2"], ["n0", "n1", "n2"]),
+            {f"{slot[0]}{i}": (str(i), slot) for i in range(3) for slot in ("mu", "nu")}),
+        (listed, [("m0", "v0"), ("m1", "v1"), ("m2", "v2")],
+            {f"{s}{i}": (str(i), str("mv".find(s))) for i in range(3) for s in "mv"}),
+        (listed, ["m0", "m1", "m2"], {f"m{i}": (str(i), "") for i in range(3)}),
+        # A list in the order of nothing that is known, and two rates beside two weights.
+        (named, ["m0", "m1"], {}),
+        (("0", "1"), ("c", "c2"), {}),
+        # A mask leaves weights out, as Optax does; a chain has other states beside.
+        (named, ((), Moments("c", {"a": {"b": "m0"}, "b": ()}, {"a": {"b": ()}, "b": "v1"})),
+            {"m0": ("a/b", "mu"), "v1": ("b", "nu")}),
+        # Two models have a state each.
+        ({"g": {"w": "g/w"}, "d": {"w": "d/w", "b": "d/b"}},
+            {"g": ("c", {"w": "m0"}), "d": ("c2", {"w": "m1", "b": "m2"})},
+            {"m0": ("g/w", "1"), "m1": ("d/w", "1"), "m2": ("d/b", "1")}),
+        ("0", Moments("c", "m0", "v0"), {"m0": ("0", "mu"), "v0": ("0", "nu")}),
+        ({}, Moments("c", {}, {}), {}),
+        # Keras has its counter and learning rate in the same list.
+        (listed, ["c", "c2", "m0", "m1", "m2"], {}),
+    ):  # fmt: skip
+        by_path = [dict(zip(*flatten(tree)[:2], strict=True)) for tree in (weights, state)]
+        known, own = by_path
+        shapes = [
+            {path: () if name.startswith("c") else shape for path, name in names.items()}
+            for names in by_path
+        ]
+        found = {own[p]: (known[w], slot) for p, (w, slot) in weights_of(*shapes).items()}
+        assert found == expected, (weights, state, found)
 
 
 def case_rounding_of_products():
