@@ -7,8 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
+from lockstep.data.match import Matching
 from lockstep.engine import nodes
-from lockstep.engine.bounds import of_rounding
+from lockstep.engine.bounds import bound_of, of_rounding
+from lockstep.engine.claim import Claim
+from lockstep.engine.pair import Pair
 from lockstep.engine.solve import Term, formulas, rounded, short_dtypes
 from lockstep.engine.step import Step
 from lockstep.engine.verdict import CLEAN, FAULT
@@ -76,6 +79,13 @@ def test_the_rule_of_an_optimizer_computes_its_update(name):
         for key in {*gradients, *oracle.tracks}:
             change = after[key] - before.get(key, 0)
             np.testing.assert_allclose(found[key], after[key], atol=1e-4 * np.abs(change).max())
+
+
+def test_a_claim_that_compares_nothing_does_not_hold():
+    traces = [script.trace() for script in pair({}, without("before"))]
+    step = Pair(*(Step(trace, 0) for trace in traces), Matching(*traces, {}))
+    claim = Claim(step, bound_of(traces[0], None))
+    assert not claim.is_known and not claim.holds
 
 
 WITHOUT_NORM = {"about": {"layers": []}}  # Behind a norm, ties of units may move gradients.
