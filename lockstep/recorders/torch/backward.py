@@ -132,9 +132,10 @@ class GradientObserver:
         finally:
             self.recording.is_ignored = False
 
-    def _average_micro_batches(self, original: Any, stage: Any, number: int) -> None:
+    def _average_micro_batches(self, original: Any, stage: Any, *args: int, **option: int) -> None:
         """Divides what was copied, as a pipeline divides gradients after the last backward."""
-        original(stage, number)
+        original(stage, *args, **option)
+        number = [*args, *option.values()][0]  # By its name in PyTorch 2.8.
         own, step = self.recording, self.recording.step
         if stage.submod not in (*own.ddps, *own.called, own.module):
             return
