@@ -194,8 +194,10 @@ class _Training:
         if not self.pairs:
             return self._said(NOT_VERIFIED, missing=("no step is in both recordings",))
         if last is not None and (silent := self._silent()):
-            seen = {"is_idle": True, "text": "no update"}
-            return self._told(Finding(UPDATE, ranks=silent, seen=seen), look)
+            # The step that is compared lacks them, and may number the others otherwise.
+            names = tuple(self.training.name_of("after", copy) for copy in silent)
+            seen = {"is_idle": True, "text": "no update", "ranks": names}
+            return self._told(Finding(UPDATE, seen=seen), look)
         if doubtful:
             return self._told(*doubtful)
         return designed or self._without_fault(compared, unknown)
@@ -449,6 +451,10 @@ class _Training:
         if self.batches.has_examples_second:
             yield "examples are not compared: they are the second axis of the inputs"
         yield from self.missing.notes()
+        idle = self._silent()
+        if ended := [copy for copy in _silent(self.training) if copy not in idle]:
+            names = ", ".join(self.training.name_of("after", copy) for copy in ended)
+            yield f"{names} ended before the first recorded step: the others are compared"
         first = self.pairs[0] if self.pairs else None
         if first and not self.is_resumed and self._has_drifted(first):
             yield (
@@ -485,8 +491,8 @@ def _place_of(finding: Finding, look: Look) -> Place:
     number, before = pair.number, pair.training.previous
     if finding.is_before and before:
         number = before.number
-    ranks = tuple[str, ...]()
-    if len(finding.ranks) < pair.num_ranks:
+    ranks = tuple[str, ...](finding.seen.get("ranks", ()))
+    if 0 < len(finding.ranks) < pair.num_ranks:
         kind = "raw" if len(pair.shards) == pair.num_ranks else "after"
         ranks = tuple(pair.training.trace.name_of(kind, rank) for rank in finding.ranks)
     total = len(pair.names) or len(pair.variables)

@@ -1,6 +1,7 @@
 """What the recorders share: what is asked of them, names of frameworks, and of files."""
 
 import contextlib
+import itertools
 import json
 import operator
 import os
@@ -105,8 +106,10 @@ def request_of(path: Path | None, **options: Any) -> "Request | None":
         options |= {key: x for key, x in own.items() if key in options} | given
     if path is None:
         return None
-    name = os.fspath(path)
-    is_file = name.endswith(".npz") and os.path.isdir(os.path.dirname(name) or ".")
+    name = os.fsdecode(path)
+    is_file = (
+        name.endswith(".npz") and "\0" not in name and os.path.isdir(os.path.dirname(name) or ".")
+    )
     require(is_file, f"{name}: must be an .npz file in a folder that exists")
     return Request(name, **options)
 
@@ -148,9 +151,11 @@ class Request:
         require(is_known, f"shards={shards!r}: must be 'each', with replay= and in one process")
         self.wanted = wanted_steps(steps, first_step)
         self._is_default, self._start = steps is DEFAULT_STEPS, start
-        is_number = type(sample) is int and (sample == 0 or sample >= LEAST_SAMPLE)
+        is_number = type(sample) is int and (sample == 0 or LEAST_SAMPLE <= sample < 2**32)
         is_right = sample is None or is_number
         require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
+        is_seed = permute is None or (isinstance(permute, int) and abs(permute) < 2**63)
+        require(is_seed, f"permute={permute!r}: must be a whole number, the seed of the order")
         self._is_chosen = sample is not None or self.replay is not None
         found = sample_in(self.replay) if sample is None and self.replay else {}
         self._take(Sample(sample) if sample else Sample(**found) if found else None)
@@ -209,10 +214,12 @@ def wanted_steps(steps: int | Iterable[int], first_step: int = 0) -> set[int]:
     wanted, start = list[int](), first_step if steps is DEFAULT_STEPS else 0
     with contextlib.suppress(TypeError):
         if isinstance(steps, Iterable):
-            wanted = [start + operator.index(number) for number in steps]
+            numbers = itertools.islice(steps, MOST_STEPS + 1)
+            wanted = [start + operator.index(number) for number in numbers]
         elif not isinstance(steps, bool) and 0 < operator.index(steps) <= MOST_STEPS:
             wanted = [first_step + number for number in range(steps)]
     is_right = wanted and first_step <= min(wanted) <= max(wanted) < LAST_STEP
+    is_right = is_right and len(wanted) <= MOST_STEPS
     text = f"steps={steps!r}: must be numbers from {first_step}, or at most {MOST_STEPS:,} steps"
     require(is_right, text)
     return {*wanted}

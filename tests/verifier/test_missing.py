@@ -1,9 +1,12 @@
 """What of two recordings was not compared is noted beside a clean verdict."""
 
+import dataclasses
+
 import pytest
 
+from lockstep.data.trace import Trace
 from lockstep.engine import verify
-from lockstep.engine.verdict import CLEAN
+from lockstep.engine.verdict import CLEAN, FAULT
 
 from .changes import WITHOUT_GRADIENTS, not_loaded, pair, without_bias, zero_in
 from .rows import SKIPPED
@@ -30,3 +33,27 @@ def test_what_was_not_compared_is_noted(name):
     verdict = verify(reference.trace(), training.trace("two.npz"))
     assert verdict.status == CLEAN, verdict
     assert any(told in note for note in verdict.notes) if told else not verdict.notes
+
+
+def with_a_silent_replica(trace, trained):
+    number = trace.about.num_replicas
+    about = dataclasses.replace(
+        trace.about, num_replicas=number + 1, replicas=(), trained=trained
+    )  # fmt: skip
+    return Trace(about, trace._stored), f"replica {number}"
+
+
+def test_a_replica_that_ends_before_the_first_recorded_step_is_noted():
+    reference, training = (each.trace(f"{n}.npz") for n, each in enumerate(pair({}, {}), 1))
+    training, name = with_a_silent_replica(training, trained=1)
+    verdict = verify(reference, training)
+    assert verdict.status == CLEAN, verdict
+    told = f"{name} ended before the first recorded step"
+    assert any(told in note for note in verdict.notes), verdict.notes
+
+
+def test_a_replica_that_makes_no_update_is_named():
+    reference, training = (each.trace(f"{n}.npz") for n, each in enumerate(pair({}, {}), 1))
+    training, name = with_a_silent_replica(training, trained=0)
+    verdict = verify(reference, training)
+    assert verdict.status == FAULT and verdict.place.ranks == (name,), verdict

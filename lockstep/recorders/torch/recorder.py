@@ -61,6 +61,8 @@ class Recorder:
 
     def __enter__(self) -> None:
         own, place = self.recording, self.recording.placement
+        if hasattr(own, "output"):
+            raise RuntimeError("the recording has begun already; call record once more")
         path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
         own.output = Output(path)
         self.gradients.install_always(self.counters)

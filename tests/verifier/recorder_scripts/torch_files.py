@@ -3,6 +3,7 @@
 
 import copy
 import importlib
+import itertools
 import os
 import pathlib
 import sys
@@ -253,6 +254,9 @@ def case_errors():
         ("steps='a': ", model, own, {"steps": "a"}),
         ("steps=[1]: must be numbers from 2", model, own, {"steps": [1], "first_step": 2}),
         ("first_step=-1: ", model, own, {"first_step": -1}),
+        ("sample=4294967296: ", model, own, {"sample": 2**32}),
+        ("permute=1.5: ", model, own, {"permute": 1.5}),
+        ("steps=count(100001): must be numbers", model, own, {"steps": itertools.count()}),
         ("others: have names of the model's own weights", model, own, {"others": average}),
         ("replay=first.npz: lacks steps [9]", model, own, {"steps": [9], **first}),
         ("replay=absent.npz: does not exist", model, own, {"replay": "absent.npz"}),
@@ -263,8 +267,13 @@ def case_errors():
         ("shards='each': must be", model, own, {"shards": "each"}),
     ):  # fmt: skip
         refused(expected, record_torch.record, "x.npz", model_of, optimizer, **options)
-    for path in ("x.npy", "nowhere/x.npz"):
-        refused(f"{path}: must be an .npz", record_torch.record, path, model, own)
+    for path in ("x.npy", "nowhere/x.npz", b"x.npy"):
+        text = f"{os.fsdecode(path)}: must be an .npz"
+        refused(text, record_torch.record, path, model, own)
+    once = network()
+    with (again := record_torch.record("again.npz", once, adamw(once), steps=1)):
+        plain(once, adamw(once), 0)
+    refused("the recording has begun already", again.__enter__)
     # Two optimizers have state of a weight: the script must say which one trains.
     optimizers = [momentum(model), momentum(model)]
     for optimizer in optimizers:
