@@ -52,7 +52,7 @@ class Missing:
                 yield f"{whose} lacks steps {_listed(lacking)}, which were to be recorded"
         both = [(pair.reference, pair.training) for pair in self.pairs]
         if broken := [steps[1].number for steps in both if all(map(settings.has_nan, steps))]:
-            yield f"outputs or weights are NaN in both in step {_listed(broken)}"
+            yield f"outputs or weights are NaN or infinite in both in step {_listed(broken)}"
 
     def reasons(self, compared: set[str], copied: Sequence[int]) -> Iterator[str]:
         """Yields why a training is not verified.
@@ -134,7 +134,13 @@ class Missing:
         ranks = [copy for copy in first.copies if copy]
         if any(first.right(v, copy) is None for v in statistics for copy in ranks):
             yield "statistics of other ranks than the first: more than a forward pass changes them"
-        matching = first.matching
+        matching, slots = first.matching, (self.reference.slots, self.training.slots)
+        alone = {
+            slot for pair in matching.pairs
+            for slot in slots[0].get(pair.first, {}).keys() ^ slots[1].get(pair.second, {}).keys()
+        }  # fmt: skip
+        if alone and not first.is_port:
+            yield f"state of optimizers that only one recording has: {_first(sorted(alone))}"
         if unmatched := [*matching.unmatched_first, *matching.unmatched_second]:
             yield f"not matched: {_first(unmatched)}"
         if sample := self.training.about.sample:

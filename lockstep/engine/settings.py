@@ -50,7 +50,9 @@ def _settings_of(about: About, position: int) -> dict[str, Mapping[str, Any]]:
 
 
 def has_nan(step: Step) -> bool:
-    """Returns whether outputs, losses or new state are NaN: in both, nothing compares them.
+    """Returns whether outputs, losses or new state are NaN, or weights infinite.
+
+    Where they are in both recordings, nothing compares them.
 
     A step that is skipped leaves its weights finite, whatever its outputs are.
     """
@@ -61,7 +63,8 @@ def has_nan(step: Step) -> bool:
         return False
     kinds = [kind for kind in ("y_pred", step.kind_of_loss) if step.has(kind)]
     outputs = [array for kind in kinds for own in step.arrays(kind) for array in own]
-    return _have_nan(itertools.chain(outputs, (ends[name] for name in ends)))
+    is_infinite = any(np.isinf(part).any() for name in names for (part,) in blocks(ends[name]))
+    return is_infinite or _have_nan(itertools.chain(outputs, (ends[name] for name in ends)))
 
 
 def _have_nan(arrays: Iterable[Array]) -> bool:

@@ -13,6 +13,7 @@ from .changes import *
 NUMBERED = random_states(lambda step, r: [step], 1)  # Equal on all replicas.
 APART_LATER = random_states(lambda step, r: [step] + [r] * (step > 0), 1)
 NAN_WEIGHT, NAN_STATE = (scaled(np.nan, "before after", index=index) for index in (0, 4))
+INFINITE_WEIGHT = scaled(np.inf, "before after", index=0)
 NO_BIAS = without("before after", index=1)
 AVERAGE = average()
 RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
@@ -180,6 +181,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "a kept state after an unknown one": ({},
             {**both(last_bits("2/1/0"), without("after", position=1)), **REPLAYED}),
         "NaN in a weight of both": (NAN_WEIGHT, NAN_WEIGHT),
+        "infinity in a weight of both": (INFINITE_WEIGHT, INFINITE_WEIGHT),
         "NaN in the state of both": (NAN_STATE, NAN_STATE),
     },
     "start: other_start": {

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
-from lockstep.data.trace import Trace
+from lockstep.data.trace import STATE, Trace, Variable
 from lockstep.engine import verify
 from lockstep.engine.verdict import CLEAN, FAULT
 
-from .changes import WITHOUT_GRADIENTS, not_loaded, pair, without_bias, zero_in
+from .changes import WITHOUT_GRADIENTS, not_loaded, pair, with_variable, without_bias, zero_in
 from .rows import SKIPPED
 
+SQUARE = Variable("dense/bias/square", STATE, of="dense/bias", slot="square")
 NOTES = {  # Name → both trainings, and what is noted.
     "nothing": ({}, {}, ""),
     "steps without a change": ({**zero_in(1, 3), "settings": {"momentum": 0.0}}, {},
@@ -22,6 +23,8 @@ NOTES = {  # Name → both trainings, and what is noted.
     "skipped updates": (SKIPPED, {}, "1 updates are skipped, as gradients"),
     "not loaded": ({}, not_loaded(("norm/moving_mean",)),
         "not loaded by replay=: norm/moving_mean"),
+    "state that one recording has": ({}, with_variable(SQUARE, lambda *place: sum(place)),
+        "state of optimizers that only one recording has: square"),
     "left out": ({}, {"about": {"left_out": ("a queue",)}}, "not compared: a queue"),
 }  # fmt: skip
 
