@@ -307,11 +307,12 @@ class Batches:
         for number, (reference, training) in self._steps.items():
             both = reference, training
             firsts, own = (rows_of(step, self.padding) for step in both)
-            used = [rows_of(step, self.padding, is_used=True) for step in both]
-            # Passes that no loss uses, as of an actor, may be the same ones on all ranks.
-            if sum(used[0], Rows()) == sum(used[1], Rows()) and any(used[0]):
-                firsts, own = used
             right = sum(firsts, Rows())
+            if right != sum(own, Rows()):
+                # Passes that no loss uses, as of an actor, may be the same ones on all ranks.
+                used = [rows_of(step, self.padding, is_used=True) for step in both]
+                if (of_loss := sum(used[0], Rows())) and of_loss == sum(used[1], Rows()):
+                    right, own = of_loss, used[1]
             inputs = (x for step in both for shard in step.shards for x in step.inputs(shard))
             if all(x.dtype.kind == "f" for x in inputs):
                 for key, nearest in _nearest(right, sum(own, Rows())).items():

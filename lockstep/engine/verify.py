@@ -242,8 +242,9 @@ class _Training:
             return finding
         if last is not None and (moved := [*changed_between(last, origin)]):
             return _of_moved(BETWEEN, moved)
-        if "mode" in look.layers and not (look.claim.is_known or pair.is_port):
-            return _caused_between(Finding(OUTPUTS), look)
+        modes = {has_batch_norms(step) for step in (pair.reference, pair.training)}
+        if "mode" in look.layers and len(modes) > 1 and not (look.claim.is_known or pair.is_port):
+            return _caused_between(Finding(OUTPUTS), look)  # Only one normalises its batch.
         if not self._is_clean(look):
             try:
                 finding = self._walk(look)
@@ -384,7 +385,7 @@ class _Training:
         notes = tuple[str, ...]()
         is_unknown = finding.node in (LOSS, GRADIENT) and finding.seen.get("unknown")
         if is_unknown and not (look.pair.is_port or look.outputs_apart):
-            notes = ("outputs, which are not in both recordings: the fault may be in them",)
+            notes = ("outputs, which were not compared: the fault may be in them",)
         place, module = _place_of(finding, look), ""
         with contextlib.suppress(Exception):  # It is no part of the verdict, either.
             module = modules.first_wrong(look, finding.node)
