@@ -15,15 +15,33 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-FOLDER = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "verifier" / "recorder_scripts")]
-
-from torch_modules import LanguageModel
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from lockstep import record_torch
 
 WIDTH, WORDS, LENGTH = 256, 1000, 64
+
+
+class LanguageModel(nn.Module):
+    """A GPT: embeddings of words and places, layers of causal attention, logits of words."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, WIDTH)
+        self.place = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 8, 4 * WIDTH, dropout=0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, depth, nn.LayerNorm(WIDTH), False)
+        self.logits = nn.Linear(WIDTH, WORDS, bias=False)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, (rows, LENGTH, WORDS), of words, (rows, LENGTH)."""
+        x = self.layers(self.word(words) + self.place, self.mask, is_causal=True)
+        return self.logits(x)
 
 
 class Training:
@@ -31,7 +49,7 @@ class Training:
 
     def __init__(self, depth: int, batch: int) -> None:
         torch.manual_seed(0)
-        self.model = LanguageModel(depth, WIDTH, 8, WORDS, LENGTH)
+        self.model = LanguageModel(depth)
         self.x, self.y = torch.randint(WORDS, (2, batch, LENGTH))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
