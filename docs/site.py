@@ -21,7 +21,6 @@ API = {
     "Record": [
         "record",
         "record_torch.record",
-        "record_torch.record_log_probs",
         "record_keras.record",
         "record_jax.record",
         "note",

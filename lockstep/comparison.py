@@ -8,7 +8,6 @@ from typing import Any
 
 from lockstep.data.match import Matching
 from lockstep.data.trace import Trace, Variable
-from lockstep.engine.tokens import has_log_probs
 from lockstep.engine.verdict import Verdict
 from lockstep.engine.verify import verify
 
@@ -131,7 +130,7 @@ def _require_comparable(reference: Trace, training: Trace, names: Mapping[str, s
             )
     _require_equal_samples(reference, training)
     matching = Matching(reference, training, names)
-    if not matching.pairs and not all(map(has_log_probs, (reference, training))):
+    if not matching.pairs:
         raise ValueError(
             f"{training.name}: no weight matches one of {reference.name} by name or shape; pass"
             " --name_map"

@@ -22,6 +22,5 @@ the loss only, they are those of the layer that was called last.
 from lockstep.recorders.common import DEFAULT_STEPS
 from lockstep.recorders.notes import note
 from lockstep.recorders.torch.recorder import record
-from lockstep.recorders.torch.tokens import record_log_probs
 
-__all__ = ["DEFAULT_STEPS", "note", "record", "record_log_probs"]
+__all__ = ["DEFAULT_STEPS", "note", "record"]

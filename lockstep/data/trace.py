@@ -27,9 +27,6 @@ Kinds of arrays of a shard:
 - `raw`: gradients before the all-reduce. `added`: what autograd computes in each backward pass of
   a step that has several, before a script or an engine changes or sums it, and `fully_shard`
   reduces it; the index is number of the pass · length of `gradients` + position in `gradients`.
-- `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
-  log-probabilities given those before them, of a program that does not train. `logits`: the
-  largest size of those that count.
 - `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics. With `shards`,
   `own_after` has what the forward passes of each part leave, by the number of its replica.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.data.match import Matching
 from lockstep.data.trace import SEED, STATISTIC, WEIGHT, Trace
-from lockstep.engine import modules, nodes, resume, settings, tokens
+from lockstep.engine import modules, nodes, resume, settings
 from lockstep.engine.averages import Averages
 from lockstep.engine.bounds import bound_of
 from lockstep.engine.claim import Claim, Moved, changed_between, drawn_otherwise, other_starts
@@ -235,8 +235,6 @@ class _Training:
     def _finding(self, look: Look, last: Claim | None) -> Finding | None:
         """Returns the first wrong node of a step; None if it is right."""
         pair = look.pair
-        if pair.has("log_probs"):
-            return tokens.Tokens(pair).finding()
         origin = self.origins.get(pair.number, pair)
         if last is None and (finding := self._start(origin)):
             return finding
@@ -389,8 +387,6 @@ class _Training:
         place, module = _place_of(finding, look), ""
         with contextlib.suppress(Exception):  # It is no part of the verdict, either.
             module = modules.first_wrong(look, finding.node)
-            if finding.node == OUTPUTS and look.pair.has("log_probs"):
-                module = tokens.Tokens(look.pair).first_module()
         place = dataclasses.replace(place, module=module)
         return self._said(
             finding.status, place=place, formula=(*_formulas(finding),), name=name,
@@ -399,8 +395,6 @@ class _Training:
 
     def _said(self, status: str, **fields: Any) -> Verdict:
         about = self.training.about
-        with_tokens = [pair for pair in self.pairs if pair.has("log_probs")]
-        fields["remarks"] = tuple(f"batch {p.number}: {tokens.Tokens(p).text}" for p in with_tokens)
         fields["notes"] = (*self._notes(), *fields.get("notes", ()))
         return Verdict(
             status, measured=self.table.rows, framework=about.framework, steps=self.training.steps,
@@ -409,8 +403,6 @@ class _Training:
 
     def _without_fault(self, compared: set[str], unknown: int) -> Verdict:
         """Returns the verdict on a training without a wrong step: clean, or what is missing."""
-        if any(pair.has("log_probs") for pair in self.pairs):
-            return self._without_training(unknown)
         is_port = self.pairs[0].is_port
         copied = [p.number for p in self.pairs if not is_port and self.batches.are_copied(p.number)]
         if missing := (*self.missing.reasons(compared, copied),):
@@ -422,14 +414,6 @@ class _Training:
             place = Place(OUTPUTS, self.pairs[0].number)
             return self._said(BY_DESIGN, place=place, name="local_statistics", reason=why, **given)
         return self._said(CLEAN, **given)
-
-    def _without_training(self, unknown: int) -> Verdict:
-        """Returns the verdict on programs that compute the same log-probabilities of tokens."""
-        missing = [*self.missing.of_recordings()]
-        if not any(tokens.Tokens(pair).places for pair in self.pairs if pair.has("log_probs")):
-            missing.append("no batch has the same tokens in both")
-        status = NOT_VERIFIED if missing else CLEAN
-        return self._said(status, missing=(*missing,), num_unknown=unknown)
 
     def _by_design(self) -> str:
         """Says that layers normalise each rank's part, as only the reference by parts does, too."""
