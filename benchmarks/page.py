@@ -12,24 +12,28 @@ from parts import OWN, PARTS, PEERS
 FOLDER = pathlib.Path(__file__).parent
 
 
-def render(results: dict[str, Any]) -> str:
-    """Returns the page.
+def render(results: dict[str, Any], before: str = "") -> str:
+    """Returns the page: a table for each processor.
 
     Args:
-        results: "machine", "date" and "versions", "left_out", and in "parts" the times and
+        results: "machine", "command", "date" and "versions", "left_out", and in "parts" the times and
             accuracies of the programs.
+        before: the page so far, of which the tables of other processors stay.
     """
     preamble = (FOLDER / "preamble.md").read_text(encoding="utf-8")
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    lines = [preamble, f"## {results['machine']}", ""]
-    lines += [f"{results['date']}, no GPU; {versions}.", "", *summary(results["parts"]), ""]
+    how = f"{results['date']}, `{results['command']}`, no GPU; {versions}."
+    lines = [results["machine"], "", how, ""]
+    lines += [*summary(results["parts"]), ""]
     lines += [f"Not measured: {reason}.\n" for reason in results["left_out"]]
     tested = [each["accuracy"] for part in results["parts"].values() for each in part.values()
               if "accuracy" in each]  # fmt: skip
     if tested:
         text = f"{min(tested):.4f} to {max(tested):.4f}"
         lines.append(f"Test accuracies after the epoch of recipe `fast`: {text}.\n")
-    return "\n".join(lines)
+    tables = before.split("\n## ")[1:]
+    others = [table for table in tables if table.partition("\n")[0] != results["machine"]]
+    return "\n## ".join([preamble, "\n".join(lines), *others])
 
 
 def summary(measured: dict[str, Any]) -> list[str]:

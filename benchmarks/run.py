@@ -19,6 +19,7 @@ import math
 import os
 import pathlib
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = machine.usable_flags()
     results: dict[str, Any] = {
         "machine": machine.name_of_machine(),
+        "command": f"make bench ARGS='{shlex.join(arguments or sys.argv[1:])}'",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version()},
         "parts": {},
@@ -195,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_file(options.out / "bench.json", json.dumps(results, indent=1))
         print("\n".join(page.summary({name: results["parts"][name]})))
     if options.output and results["parts"].keys() == PARTS.keys():
-        write_file(options.output, page.render(results))
+        before = options.output.read_text(encoding="utf-8") if options.output.exists() else ""
+        write_file(options.output, page.render(results, before))
         print(f"saved {options.output}")
 
 
