@@ -43,8 +43,8 @@ def report(
     records = {
         name: {
             **record_of(each.verdict),
-            "devices": list(each.devices),
-            "simulated_devices": each.facts["simulated_devices"],
+            "devices": list(each.recorded.devices),
+            "simulated_devices": each.recorded.facts["simulated_devices"],
             "diverged_step": each.diverged_step,
         }
         for name, each in trainings.items()
@@ -62,7 +62,9 @@ def _facts(config: Config, trainings: Mapping[str, Training]) -> dict[str, Any]:
     """Returns how all strategies were trained."""
     first, fields = next(iter(trainings.values())), config.result_fields()
     shared = ("model", "recipe", "global_batch_size", "seed", "batch_norm", "precision")
-    of_data = {name: value for name, value in first.facts.items() if name != "simulated_devices"}
+    of_data = {
+        name: value for name, value in first.recorded.facts.items() if name != "simulated_devices"
+    }
     fault = str(config.fault or "")
     return {"injected_fault": fault, **{n: fields[n] for n in shared}, "tf32": False, **of_data}
 
@@ -79,7 +81,7 @@ def _print(
     for line in outcome_lines(pairs):
         console.say(line)
     longest = max(verdicts, key=lambda verdict: len(verdict.steps))
-    devices = max(len(training.devices) for training in trainings.values())
+    devices = max(len(training.recorded.devices) for training in trainings.values())
     shown = {
         "training": f"{facts['model']} on {facts['dataset']}, recipe {facts['recipe']}, batch"
         f" {facts['global_batch_size']}, learning rate {facts['learning_rate']:g}, seed"

@@ -227,9 +227,12 @@ class Reference:
         trace.put(position, "loss", 0, [np.sum([loss.numpy() for loss in losses], dtype="f4")])
         trace.put(position, "raw", 0, gradients)
         trace.put(position, "sums", 0, gradients)
-        trace.put(position, "after", 0, self._after(left))
+        after = self._after(left)
+        trace.put(position, "after", 0, after)
         if len(parts) > 1:  # Tells that each part was computed by itself.
             trace.put(position, "shards", 0, [np.repeat(parts, np.diff(bounds)[:, 0])])
+            for part in parts:  # Each replica ends the step with the mean of all statistics.
+                trace.put(position, "own_after", part, after)
 
     def _statistics(self, recorded: Trace, position: int) -> list[list[np.ndarray]]:
         """Returns the moving statistics of each part before a step."""

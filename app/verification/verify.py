@@ -1,10 +1,11 @@
-"""Records strategies, each in a process of its own, and compares each with one device.
+"""Records strategies in turn, in a process of their own, and compares each with one device.
 
-The processes send `("step", n)` for each recorded, then for each repeated step, `("warning", text)`
-and `RECORDED`.
+The process sends `("start", text)` for each task, `("step", n)` for each recorded, then for each
+repeated step, `("warning", text)`, `("workers", name)` to get the facts of workers that record
+themselves, and `("recorded", Recorded)` once both recordings of a strategy are there. They are
+compared here while it records the next strategy.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -29,12 +30,29 @@ from lockstep.engine.verdict import FAULT, Verdict
 from lockstep.numeric.arrays import same_bits
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
+    from app.data.fashion_mnist import ImageDataset
     from app.training.build import TrainingRun
 
 EQUAL, OTHER_TRAINING = "equal within rounding", "two trainings by design"
 REFERENCE = "training on one device"
-RECORD, RECORDED = "record", "recorded"  # Messages to a process, and from it.
 _OF_SHARDS = ("data", "y_pred", "loss", "raw", "own_before", "own_after")
+
+
+class Recorded(NamedTuple):
+    """A strategy that was recorded, and repeated on one device.
+
+    Attributes:
+        name: name of the strategy.
+        twin: an earlier strategy whose recording has all its bits, and which has the reference of
+            both; "" for none.
+        devices: names of the devices of all workers.
+        facts: how it was trained: simulated_devices, learning_rate, dataset and versions.
+    """
+
+    name: str
+    twin: str
+    devices: Sequence[str]
+    facts: Mapping[str, Any]
 
 
 class Training(NamedTuple):
@@ -44,14 +62,12 @@ class Training(NamedTuple):
         verdict: the result of the comparison.
         diverged_step: the first step, from 1, after which a loss or a weight is not finite on one
             device, either; 0 for none.
-        devices: names of the devices of all workers.
-        facts: how it was trained: simulated_devices, learning_rate, dataset and versions.
+        recorded: what is known of its recording.
     """
 
     verdict: Verdict
     diverged_step: int
-    devices: Sequence[str]
-    facts: Mapping[str, Any]
+    recorded: Recorded
 
 
 def verify_strategies(
@@ -67,69 +83,119 @@ def verify_strategies(
         Strategy → result, and the pairs of strategies.
     """
     num_steps, trainings = config.verification.steps, dict[str, Training]()
-    of_workers: list[Mapping[str, Any]] = []  # Facts of each.
     paths = {name: folder / f"{name}.npz" for name in config.strategies}
-    with contextlib.ExitStack() as stack:
-        children = {
-            name: stack.enter_context(
-                Child(_verify, config.for_training(name), path, name, num_steps)
-            )
-            for name, path in paths.items()
-        }
-        progress = stack.enter_context(Progress(num_steps))
-        for name, child in children.items():
-            progress.start(f"recording {name}")
-            if name == MULTI_WORKER:
-                own, notify = config.for_training(name), progress.message
+    with Child(_record_all, config, paths, num_steps) as child, Progress(num_steps) as progress:
+        while (received := child.receive())[0] == "message":
+            kind, value = received[1]
+            if kind == "start":
+                progress.start(value)
+            elif kind == "workers":
+                own, path = config.for_training(value), paths[value]
                 # Each writes a file of its replicas; the all-reduce is not used to gather them.
-                of_workers = call_on_workers(
-                    own, _record_as_worker, own, paths[name], num_steps, on_message=notify
+                facts, *_ = call_on_workers(
+                    own, _record_as_worker, own, path, num_steps, on_message=progress.message
                 )
-            child.send(RECORD)
-            while (message := child.receive()[1]) != RECORDED:
-                progress.message(message)
-        for name, child in children.items():
-            progress.start(f"comparing {name} with one device")
-            while (received := child.receive())[0] == "message":
-                progress.message(received[1])
-            trainings[name] = received[1]
-            if name == MULTI_WORKER:
-                trainings[name] = trainings[name]._replace(facts=of_workers[0])
+                child.send(facts)
+            elif kind == "recorded":
+                if not value.twin:
+                    progress.start(f"comparing {value.name} with one device")
+                trainings[value.name] = _compared(value, paths, trainings)
+            else:
+                progress.message((kind, value))
     pairs = itertools.combinations(paths, 2)
     return trainings, [_compare_pair(names, paths, trainings) for names in pairs]
+
+
+def _compared(
+    recorded: Recorded, paths: Mapping[str, pathlib.Path], earlier: Mapping[str, Training]
+) -> Training:
+    """Returns the result of a strategy: that of its twin, whose recording has the same bits."""
+    if recorded.twin:
+        verdict, diverged_step, _ = earlier[recorded.twin]
+        verdict = dataclasses.replace(verdict, training=recorded.name)
+    else:
+        path = paths[recorded.name]
+        traces = trace_file.load(_reference_of(path)), trace_file.load(path)
+        verdict, diverged_step = judge(*traces, recorded.name)
+    return Training(verdict, diverged_step, recorded)
+
+
+def _reference_of(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f"{path.stem}.reference.npz")
 
 
 # --- Processes -----------------------------------------------------------------------------------
 
 
-def _verify(
-    channel: Channel, config: Config, path: pathlib.Path, name: str, num_steps: int
-) -> Training:
-    """Records a strategy, unless workers do, and compares it with one device.
+def _record_all(
+    channel: Channel, config: Config, paths: Mapping[str, pathlib.Path], num_steps: int
+) -> None:
+    """Records each strategy, unless workers do, and repeats its steps on one device.
 
     Args:
-        channel: its first message says that it is the turn of this strategy.
-        config: options of the training.
-        path: file of the recording.
-        name: name of the training.
+        channel: see the module.
+        config: options of the command.
+        paths: strategy → file of its recording.
         num_steps: number of steps.
     """
-    is_recorded = name == MULTI_WORKER
-    run = _set_up(channel, config.for_training(SINGLE, inject=None) if is_recorded else config)
-    channel.receive()
-    if not is_recorded:
-        _record(channel, run, path, num_steps)
-    channel.send(RECORDED)
-    return _compare(channel, run, path, name)
+    # `single` has the first of their devices; the reference of workers is built as it is.
+    several = [name for name in paths if name not in (SINGLE, MULTI_WORKER)]
+    devices, dataset = _set_up(channel, config.for_training([*several, SINGLE][0]))
+    first = dataclasses.replace(devices, names=devices.names[:1], simulated=False)
+    for position, (name, path) in enumerate(paths.items()):
+        channel.send(("start", f"recording {name}"))
+        if name == MULTI_WORKER:
+            run = _build(config.for_training(SINGLE, inject=None), first, dataset)
+            channel.send(("workers", name))
+            facts = channel.receive()
+        else:
+            own = first if name == SINGLE else devices
+            run = _build(config.for_training(name), own, dataset)
+            _record(channel, run, path, num_steps)
+            facts = _facts(run)
+        names = run.metadata().devices
+        if name == MULTI_WORKER:
+            names = [
+                f"worker {replica}" for replica in range(trace_file.load(path).about.num_replicas)
+            ]
+        earlier = [*paths][:position]
+        twin = next((other for other in earlier if _are_twins(paths[other], path)), "")
+        if not twin:
+            channel.send(("start", f"repeating {name} on one device"))
+            _repeat(channel, run, path)
+        channel.send(("recorded", Recorded(name, twin, names, facts)))
 
 
 def _record_as_worker(
     channel: Channel, config: Config, path: pathlib.Path, num_steps: int
 ) -> dict[str, Any]:
-    run = _set_up(channel, config)
+    devices, dataset = _set_up(channel, config)
+    run = _build(config, devices, dataset)
     index = run.strategy.workers.index
     _record(channel, run, path.with_name(f"{path.stem}.rank{index}.npz"), num_steps)
     return _facts(run)
+
+
+def _set_up(channel: Channel, config: Config) -> "tuple[setup.Devices, ImageDataset]":
+    """Sets up TensorFlow, and loads the data."""
+    console.forward_warnings(lambda text: channel.send(("warning", text)))
+    devices = setup.set_up(config)
+    import tensorflow as tf
+
+    from app.data.fashion_mnist import load_data
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    return devices, load_data(config)
+
+
+def _build(config: Config, devices: setup.Devices, dataset: "ImageDataset") -> "TrainingRun":
+    """Builds a training, whose steps must be repeatable."""
+    from app.training.build import TrainingRun
+    from app.verification.recorder import check_repeatable
+
+    run = TrainingRun(config, devices, dataset)
+    check_repeatable(run.strategy.model)
+    return run
 
 
 def _facts(run: "TrainingRun") -> dict[str, Any]:
@@ -137,22 +203,6 @@ def _facts(run: "TrainingRun") -> dict[str, Any]:
     metadata = run.metadata()
     names = ("simulated_devices", "learning_rate", "dataset", "dataset_sha256", "versions")
     return {name: getattr(metadata, name) for name in (*names, "num_train_examples")}
-
-
-def _set_up(channel: Channel, config: Config) -> "TrainingRun":
-    """Sets up TensorFlow, loads the data and builds the training."""
-    console.forward_warnings(lambda text: channel.send(("warning", text)))
-    devices = setup.set_up(config)
-    import tensorflow as tf
-
-    from app.data.fashion_mnist import load_data
-    from app.training.build import TrainingRun
-    from app.verification.recorder import check_repeatable
-
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    run = TrainingRun(config, devices, load_data(config))
-    check_repeatable(run.strategy.model)
-    return run
 
 
 def _record(channel: Channel, run: "TrainingRun", path: pathlib.Path, num_steps: int) -> None:
@@ -172,11 +222,11 @@ def _record(channel: Channel, run: "TrainingRun", path: pathlib.Path, num_steps:
         writer.close(about)
 
 
-def _compare(channel: Channel, run: "TrainingRun", path: pathlib.Path, name: str) -> Training:
-    """Records the steps again on one device, and compares both recordings."""
+def _repeat(channel: Channel, run: "TrainingRun", path: pathlib.Path) -> None:
+    """Records the steps of a recording again on one device, each from its recorded state."""
     from app.verification.recorder import Reference, single_of
 
-    recorded, reference = trace_file.load(path), path.with_name(f"{path.stem}.reference.npz")
+    recorded, reference = trace_file.load(path), _reference_of(path)
     one = Reference(single_of(run), recorded.about)
     about = one.about(recorded.about)
     with io_errors_as(reference), trace_file.Writer(reference) as writer:
@@ -185,11 +235,12 @@ def _compare(channel: Channel, run: "TrainingRun", path: pathlib.Path, name: str
             one.record_step(trace, recorded, position)
             channel.send(("step", position + 1))
         writer.close(about)
-    verdict, diverged_step = judge(trace_file.load(reference), recorded, name)
-    devices = run.metadata().devices
-    if name == MULTI_WORKER:
-        devices = [f"worker {replica}" for replica in range(recorded.about.num_replicas)]
-    return Training(verdict, diverged_step, devices, _facts(run))
+
+
+def _are_twins(*paths: pathlib.Path) -> bool:
+    """Returns whether two recordings describe the same training, and have the same bits."""
+    first, second = map(trace_file.load, paths)
+    return first.about == second.about and _have_same_arrays(first, second)
 
 
 def judge(reference: Trace, recorded: Trace, name: str) -> tuple[Verdict, int]:
@@ -242,14 +293,15 @@ def _compare_pair(
         of an element of the weights after the last step, that `relative` to the largest element of
         its array, `where` it is, and `why` they are two trainings by design.
     """
-    first, second = (trace_file.load(paths[name]) for name in names)
     pair: dict[str, Any] = {"trainings": list(names), "outcome": IDENTICAL}
     pair |= {"absolute": 0.0, "relative": 0.0, "where": "", "why": ""}
-    kinds = (*_OF_SHARDS, *OF_COPIES) if len(first.shards) == len(second.shards) else OF_COPIES
-    positions = range(len(first.steps))
-    if all(_have_same_bits(first, second, p, kind) for p in positions for kind in kinds):
+    if len({trainings[name].recorded.twin or name for name in names}) == 1:
         return pair
-    weights = [trace.named(positions[-1], "after", 0) or {} for trace in (first, second)]
+    first, second = (trace_file.load(paths[name]) for name in names)
+    if _have_same_arrays(first, second):
+        return pair
+    last = len(first.steps) - 1
+    weights = [trace.named(last, "after", 0) or {} for trace in (first, second)]
     for name in (name for name in weights[0] if first.kinds[name] == WEIGHT):
         a, b = (np.asarray(named[name], np.float64) for named in weights)
         absolute = float(np.max(np.abs(a - b)))
@@ -269,6 +321,13 @@ def _compare_pair(
             f" normalises {how[0]} in {names[0]} and {how[1]} in {names[1]}"
         )
     return pair
+
+
+def _have_same_arrays(first: Trace, second: Trace) -> bool:
+    """Returns whether two recordings have the same bits; of the copies, if shards differ."""
+    kinds = (*_OF_SHARDS, *OF_COPIES) if len(first.shards) == len(second.shards) else OF_COPIES
+    positions = range(len(first.steps))
+    return all(_have_same_bits(first, second, p, kind) for p in positions for kind in kinds)
 
 
 def _have_same_bits(first: Trace, second: Trace, position: int, kind: str) -> bool:

@@ -155,7 +155,10 @@ def test_a_pair_that_differs_in_an_early_step_alone_is_not_bit_identical(monkeyp
 
     monkeypatch.setattr(verify.trace_file, "load", load)
     names = ("manual", "mirrored")
-    trainings = {name: verify.Training(Verdict(CLEAN, training=name), 0, (), {}) for name in names}
+    trainings = {
+        name: verify.Training(Verdict(CLEAN, training=name), 0, verify.Recorded(name, "", (), {}))
+        for name in names
+    }
     pair = verify._compare_pair(names, {name: name for name in names}, trainings)
     assert pair["outcome"] == "equal within rounding"
 
