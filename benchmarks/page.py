@@ -16,8 +16,8 @@ def render(results: dict[str, Any], before: str = "") -> str:
     """Returns the page: a table for each processor.
 
     Args:
-        results: "machine", "command", "date" and "versions", "left_out", and in "parts" the times and
-            accuracies of the programs.
+        results: "machine", "command", "date" and "versions", "left_out", and in "parts" the times
+            and accuracies of the programs.
         before: the page so far, of which the tables of other processors stay.
     """
     preamble = (FOLDER / "preamble.md").read_text(encoding="utf-8")

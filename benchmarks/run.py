@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = machine.usable_flags()
     results: dict[str, Any] = {
         "machine": machine.name_of_machine(),
-        "command": f"make bench ARGS='{shlex.join(arguments or sys.argv[1:])}'",
+        "command": f"benchmarks/run.py {shlex.join(arguments or sys.argv[1:])}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version()},
         "parts": {},
