@@ -14,7 +14,7 @@ from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import event_files, last_lines, load_summary
 from strategies import ALL_REDUCE_ALGORITHMS
 from tests.cli.report_samples import write_config
-from tests.conftest import assert_ok, make_small, program_environment, run_main, run_python
+from tests.conftest import assert_ok, copy_program, make_small, run_main, run_python
 from tests.in_process import run_here, run_here_ok
 
 SMALL = ["--dataset=synthetic", "--num_train_examples=500", "--epochs=1"]
@@ -44,7 +44,9 @@ def test_train_in_a_process_of_its_own(tmp_path):
     (tmp_path / "keras.json").write_text(json.dumps(keras_json))
     env = {"FASHION_MNIST_DIR": "", "TFDS_DATA_DIR": f"{tmp_path}/none", "https_proxy": ""}
     env |= {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
-    result = assert_ok(run_main(*ON_CPUS, *SMALL, f"--out={tmp_path}/run", env=env))
+    copy_program(program := tmp_path / "program")  # It generates few images.
+    words = *ON_CPUS, *SMALL, f"--out={tmp_path}/run"
+    result = assert_ok(run_main(*words, program=program, env=env))
     check_run(tmp_path / "run", "manual")
     assert load_summary(tmp_path / "run")["num_parameters"] == 129_068
     state = find_newest_checkpoint(tmp_path / "run").state
@@ -187,7 +189,7 @@ def test_closed_streams_do_not_stop_a_command(tmp_path, redirection):
     command = shlex.join([sys.executable, "main.py", "report", f"{tmp_path}/run"])
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} {redirection}"],
-        capture_output=True, text=True, env=program_environment(), check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "run" / "report.html").exists()
