@@ -24,6 +24,7 @@ from app import children, console
 from app.children import Channel
 from app.commands import compare
 from app.options.table import COMMANDS
+from tests.conftest import assert_ok
 
 
 def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
@@ -47,9 +48,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
     """Runs the program as `run_here` does and asserts that it exits with 0."""
-    result = run_here(*arguments, **options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return assert_ok(run_here(*arguments, **options))
 
 
 @contextlib.contextmanager
