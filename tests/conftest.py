@@ -136,6 +136,7 @@ def small(monkeypatch):
 
 def copy_program(folder: pathlib.Path) -> None:
     """Copies the program, so that it can be changed; it generates 1,000 and 200 images."""
+    folder.mkdir(exist_ok=True)
     shutil.copy(ROOT / "main.py", folder)
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("app", "lockstep", "models", "strategies", "examples"):

@@ -7,8 +7,8 @@ import contextlib
 import importlib
 import io
 import logging
+import multiprocessing
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -24,6 +24,7 @@ from app import children, console
 from app.children import Channel
 from app.commands import compare
 from app.options.table import COMMANDS
+from tests.conftest import assert_ok
 
 
 def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
@@ -47,9 +48,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
     """Runs the program as `run_here` does and asserts that it exits with 0."""
-    result = run_here(*arguments, **options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return assert_ok(run_here(*arguments, **options))
 
 
 @contextlib.contextmanager
@@ -91,8 +90,8 @@ class _Captured(io.TextIOWrapper):
         return self.buffer.getvalue().decode()
 
 
-class ThreadAsProcess:
-    """A `children.Child` implemented by a thread.
+class ThreadAsProcess(children.Child):
+    """A child process implemented by a thread.
 
     Threads share Keras' seed: each runs alone, until it waits for a message.
     """
@@ -100,49 +99,34 @@ class ThreadAsProcess:
     turn = threading.Lock()
 
     def __init__(self, function, *arguments, **options):
-        self._to_caller, self._to_function = queue.Queue(), queue.Queue()
-        self.connection = types.SimpleNamespace(poll=self._poll)
+        self.connection, self._theirs = multiprocessing.Pipe()
         self._thread = threading.Thread(target=self._run, args=(function, arguments), daemon=True)
         self._thread.start()
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *exception):
-        self._to_function.put(None)  # Tells it to end.
+        with contextlib.suppress(OSError):
+            self.connection.send(None)  # Tells it to end.
         self._thread.join(60)
 
     def _run(self, function, arguments):
         def wait_for_message():
             self.turn.release()
             try:
-                return self._to_function.get()
+                return self._theirs.recv()
             finally:
                 self.turn.acquire()
 
-        connection = types.SimpleNamespace(send=self._to_caller.put, recv=wait_for_message)
-        with self.turn:
+        connection = types.SimpleNamespace(send=self._theirs.send, recv=wait_for_message)
+        with self.turn, self._theirs:
             try:
-                self._to_caller.put(("result", function(Channel(connection), *arguments)))
+                answer = "result", function(Channel(connection), *arguments)
             except Exception as error:
-                self._to_caller.put(("error", error))
-
-    def _poll(self, timeout_sec):
-        try:
-            kind, value = self._to_caller.get(timeout=timeout_sec)
-        except queue.Empty:
-            return False
-        self._to_caller.queue.appendleft((kind, value))
-        return True
-
-    def send(self, message):
-        self._to_function.put(message)
+                answer = "error", error
+            self._theirs.send(answer)
 
     def receive(self):
-        kind, value = self._to_caller.get(timeout=120)
-        if kind == "error":
-            raise value
-        return kind, value
+        assert self.connection.poll(120)
+        return super().receive()
 
 
 def train_here(words) -> int:

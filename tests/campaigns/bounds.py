@@ -6,12 +6,11 @@ Of each node is listed which share of its bound a training uses. A cycle is a se
 with SGD, odd ones with AdamW. Fails if a training is not clean, or a share is more than half.
 """
 
-import contextlib
 import itertools
 import json
 import pathlib
 
-from cases.runner import PRELOADED, RETRIED, Server, python_of
+from cases.runner import Runner
 from lockstep.answer.text import sentence_of
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
@@ -24,38 +23,34 @@ BEGIN = 'if __name__ == "__main__":'
 NETWORKS = ("MLP", "BatchNorm", "BatchNorm and SiLU", "GroupNorm", "transformer")
 GLOBAL_BATCH_SIZES = (16, 128, 512, 2048)
 MOST = 0.5  # Of the bound.
+TIMEOUT_SEC = 240
+ALONE = {
+    "case": "bounds/network", "framework": "torch", "bug": "", "processes": 1, "arguments": [],
+    "launched": False, "own_weights": False,
+}  # fmt: skip
 
 
-def record(server, program, path, *, processes=0, replay=None, permute=None):
-    """Runs a program that records two steps, again after an abort in native code; loads the file.
+def record(runner, path, source, *, processes=1, replay=None, permute=None):
+    """Runs a program that records two steps; loads the recording."""
+    asked = {"steps": 2, "replay": replay and str(replay), "permute": permute}
 
-    What it prints is beside the recording.
-    """
-    log = path.with_suffix(".log")
-    asked = {"path": str(path), "steps": 2, "replay": replay, "permute": permute}
-    request = {
-        "program": str(program), "arguments": [], "folder": str(path.parent), "log": str(log),
-        "environment": {"LOCKSTEP_RECORD": json.dumps(asked)}, "processes": processes,
-        "timeout_sec": 240,
-    }  # fmt: skip
-    for _ in range(2):
-        log.write_bytes(b"")
-        code = server.run(request)
-        if code not in RETRIED:
-            break
-    check(code == 0, f"{path}: exit code {code}\n{log.read_text('utf-8', 'replace')[-1500:]}")
+    def variables(file):
+        return {"LOCKSTEP_RECORD": json.dumps({**asked, "path": file})}
+
+    training = ["python", json.dumps({**ALONE, "source": source, "processes": processes})]
+    runner.run(training, str(path), asked, variables, TIMEOUT_SEC)
     return load(path)
 
 
-def measured(server, folder, **constants):
+def measured(runner, folder, **constants):
     """Records a network; returns node → the largest share of its bound, and what is not clean."""
     folder.mkdir(parents=True)
-    program, first = folder / "program.py", str(folder / "one.npz")
     lines = [f"{name} = {value!r}" for name, value in constants.items()]
-    program.write_text(PROGRAM.replace(BEGIN, "\n".join([*lines, "", BEGIN])), "utf-8")
-    one = record(server, program, folder / "one.npz")
-    two = record(server, program, folder / "two.npz", processes=2, replay=first)
-    permuted = record(server, program, folder / "permuted.npz", replay=first, permute=1)
+    source = PROGRAM.replace(BEGIN, "\n".join([*lines, "", BEGIN]))
+    first = folder / "one.npz"
+    one = record(runner, first, source)
+    two = record(runner, folder / "two.npz", source, processes=2, replay=first)
+    permuted = record(runner, folder / "permuted.npz", source, replay=first, permute=1)
     shares, found = {}, []
     for how, traces in (("", [one, two]), (", permuted", [one, two, permuted])):
         for verdict in compare_traces(traces, {}).values():
@@ -68,9 +63,7 @@ def run(folder, options, counts):
     """Measures each network, dtype and size of a batch; yields the largest shares of each."""
     first = options.seed % 10**6
     cases = itertools.product(NETWORKS, ("float32", "bfloat16"), GLOBAL_BATCH_SIZES)
-    with contextlib.ExitStack() as stack:
-        server = Server(python_of("torch"), PRELOADED["torch"])
-        stack.callback(server.end)
+    with Runner(folder / "kept") as runner:
         for network, dtype, size in cases:
             told = [f"{network}, {dtype}, batch of {size}"]
             if not options.wants(told[0]):
@@ -78,7 +71,7 @@ def run(folder, options, counts):
             constants = {"GLOBAL_BATCH_SIZE": size, "BFLOAT16": dtype != "float32"}
             for seed in range(first, first + options.cycles):
                 place = folder / told[0] / str(seed)
-                shares, found = measured(server, place, NETWORK=network, SEED=seed, **constants)
+                shares, found = measured(runner, place, NETWORK=network, SEED=seed, **constants)
                 listed = ", ".join(f"{node} {share:.2g}" for node, share in shares.items())
                 told += [f"    shares of the bounds: {listed}", *found]
                 counts["comparisons"] += 1

@@ -1,11 +1,12 @@
 """Trains right models with every optimizer of Keras, and says where the comparison finds a fault.
 
-A pair is a model, an optimizer and a dtype, `resnet/adam/float32`. As nothing is wrong with any of
+A pair is a model, an optimizer and a dtype, `resnet/Adam/float32`. As nothing is wrong with any of
 them, whatever is found as a fault is a false alarm.
 """
 
 import contextlib
 import gc
+import inspect
 import tempfile
 import warnings
 
@@ -20,7 +21,7 @@ from tests.small_models import mirrored
 
 from . import check
 
-layers, optimizers = keras.layers, keras.optimizers
+layers = keras.layers
 NUM_REPLICAS, NUM_STEPS, GLOBAL_BATCH_SIZE = 3, 5, 15
 NUM_CLASSES, NUM_TOKENS, LENGTH = 5, 20, 7
 
@@ -45,21 +46,12 @@ def attention():
 
 MODELS = {function.__name__: function for function in (resnet, attention)}
 OPTIMIZERS = {
-    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
-    "adam": lambda: optimizers.Adam(0.01),
-    "adamw": lambda: optimizers.AdamW(0.01),
-    "rmsprop": lambda: optimizers.RMSprop(0.01),
-    "adagrad": lambda: optimizers.Adagrad(0.05),
-    "adadelta": lambda: optimizers.Adadelta(0.1),
-    "adamax": lambda: optimizers.Adamax(0.01),
-    "nadam": lambda: optimizers.Nadam(0.01),
-    "adafactor": lambda: optimizers.Adafactor(0.01),
-    "lion": lambda: optimizers.Lion(0.001),
-    "lamb": lambda: optimizers.Lamb(0.01),
-    "ftrl": lambda: optimizers.Ftrl(0.05),
-    "muon": lambda: optimizers.Muon(0.01),
-    "schedule_free_adamw": lambda: optimizers.ScheduleFreeAdamW(0.01),
+    name: kind
+    for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass)
+    if name not in {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}  # They have others.
 }
+LEARNING_RATE = 0.01
+SETTINGS = {"SGD": {"momentum": 0.9, "nesterov": True}}  # Those of others are the default.
 PAIRS = [f"{m}/{o}/{d}" for d in ("float32", "mixed_bfloat16") for m in MODELS for o in OPTIMIZERS]
 
 
@@ -100,7 +92,8 @@ def search(pair, seed):
     def build():
         built = MODELS[model]()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        built.compile(optimizer=OPTIMIZERS[optimizer](), loss=loss)
+        settings = SETTINGS.get(optimizer, {})
+        built.compile(OPTIMIZERS[optimizer](LEARNING_RATE, **settings), loss)
         return built
 
     keras.config.set_dtype_policy(dtype)

@@ -152,15 +152,15 @@ def test_quoted_code_is_in_its_file(page):
 
 # A training with NumPy that records itself; in two processes, it has no all-reduce, and where it
 # resumes, no momentum.
-RECORDED = f"""
+RECORDED = """
 import os, sys
-sys.path.append({str(ROOT)!r})
-from tests.verifier.test_same_training import record
-from tests.verifier.test_resumed import without_momentum
+from tests.verifier import test_same_training
 if "--load=c.pt" in sys.argv:
+    from tests.verifier.test_resumed import without_momentum
     without_momentum()
 else:
-    record(**({{"replicas": 2, "reduce": None}} if "WORLD_SIZE" in os.environ else {{}}))
+    wrong = {"replicas": 2, "reduce": None}
+    test_same_training.record(**(wrong if "WORLD_SIZE" in os.environ else {}))
 """
 COMMANDS = {
     "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',

@@ -21,7 +21,6 @@ import pytest
 
 from app.data import fashion_mnist
 from app.data.fashion_mnist import SHA256
-from app.options.table import REMOVED
 from tests.conftest import ROOT, idx_files, make_small
 from tests.in_process import run_here, run_here_ok
 
@@ -76,13 +75,6 @@ def test_the_table_of_messages(line, folder, outcomes):
     assert _names(folder) == before  # What is refused leaves no directory.
     outcomes[line] = f"{result.returncode} {told.replace(str(folder), 'FOLDER')}"
     assert IS_UPDATE or outcomes[line] == " ".join(ENTRIES[line])
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_an_option_of_an_earlier_version_gets_advice(name):
-    result = run_here(f"--{name}=1")
-    told = f"error: --{name} is no longer an option; {REMOVED[name]}\n"
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
 
 
 def _names(folder):

@@ -1,11 +1,11 @@
 """The comparison of runs, `report.html` and the page of verdicts: verdicts, caveats, refusals."""
 
 import dataclasses
-import html.parser
 import json
 import os
 import re
 import shutil
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -25,49 +25,26 @@ from tests.training.test_checkpoint import RUN_METADATA, STATE, make_history
 from tests.training.test_records import make_summary
 from tests.verifier.trainer import Script
 
-VOID = {"meta", "link", "br", "img"}
 WEIGHTS = "logits/kernel"
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"
 
 
-class Page(html.parser.HTMLParser):
+class Page:
     """What a page has; raises where a tag is not closed as it was opened."""
 
     def __init__(self, text):
-        super().__init__()
-        self.open, self.elements, self.rows, self.marked, self.text = [], [], [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.open += [] if tag in VOID else [tag]
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        elif tag == "p":
-            self.marked.append([dict(attrs).get("class", ""), ""])
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(" ".join(data.split()))
-        if "td" in self.open or "th" in self.open:
-            self.rows[-1][-1] += data
-        elif "p" in self.open:
-            self.marked[-1][1] += data
-
-    def tags(self):
-        return [tag for tag, _ in self.elements]
+        closed = re.sub("<((?:meta|link|img) [^>]*)>", r"<\1/>", text)
+        self.root = ElementTree.fromstring(closed)
+        self.text = [*self.root.itertext()]
+        self.tags = [element.tag for element in self.root.iter()]
+        self.rows = [["".join(cell.itertext()) for cell in row] for row in self.root.iter("tr")]
 
     def row(self, name):
         return next(row for row in self.rows if row[0] == name)
 
-    def paragraphs(self, name):
-        return [text for each, text in self.marked if name in each.split()]
+    def paragraphs(self, name=""):
+        found = [each for each in self.root.iter("p") if name in f" {each.get('class')}".split(" ")]
+        return ["".join(each.itertext()) for each in found]
 
 
 def report(*directories, out=None):
@@ -114,7 +91,7 @@ def test_trainings_have_their_results_settings_curves_and_caveats(page, tmp_path
     assert page.row("generated")[1:4] == ["2 simulated", "0.7500", "2.50"]
     assert "begun: no epoch is finished yet" in page.text and page.row("≠ strategy")
     assert any(text.startswith("faulty: not finished, 1 of 4") for text in page.text)
-    sources = [attrs["src"] for tag, attrs in page.elements if tag == "img"]
+    sources = [image.get("src") for image in page.root.iter("img")]
     assert sources and all(each.startswith("data:image/svg+xml;base64,") for each in sources)
     caveats = page.paragraphs("caveat")
     fault = "injected fault: drop_gradient:replica=1; the result is wrong on purpose"
@@ -126,8 +103,8 @@ def test_trainings_have_their_results_settings_curves_and_caveats(page, tmp_path
 
 def test_the_page_is_whole_and_asks_for_nothing(everything, page):
     text = (everything / REPORT_FILE).read_text(encoding="utf-8")
-    assert not {"script", "iframe", "object"} & {*page.tags()}
-    policy = next(a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a)
+    assert not {"script", "iframe", "object"} & {*page.tags}
+    policy = page.root.find("head/meta[@http-equiv]").get("content")
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:")
     assert not re.search(r"url\(|@import|https?://", text)
 
@@ -138,7 +115,7 @@ def test_hostile_names_are_text(tmp_path):
     report_samples.write_training(tmp_path / os.fsdecode(b"run \xff"))
     write_verification(tmp_path / "v", fault=HOSTILE, facts={HOSTILE: [HOSTILE]})
     page = report(tmp_path)
-    assert not {"script", "b"} & {*page.tags()}
+    assert not {"script", "b"} & {*page.tags}
     assert page.row(HOSTILE) and page.row("run ?") and HOSTILE in page.text
 
 
@@ -162,10 +139,10 @@ def test_which_records_a_page_is_made_of(tmp_path):
     (tmp_path / "bert" / "config.json").write_text("{}")
     (tmp_path / "broken").symlink_to("nowhere")
     page = report(tmp_path / "c")  # Its trainings stand once in its section.
-    assert page.tags().count("section") == page.tags().count("img") == 1
+    assert page.tags.count("section") == page.tags.count("img") == 1
     assert [row[0] for row in page.rows].count("manual") == 1
     page = report(tmp_path, tmp_path / "c" / "manual", out=tmp_path / "all.html")
-    assert page.marked[0][1].endswith(" from c, c/single, c/manual, c/mirrored.")
+    assert page.paragraphs()[0].endswith(" from c, c/single, c/manual, c/mirrored.")
     (tmp_path / "c" / "compare.json").unlink()
     write_config(tmp_path / "c", "compare", strategies=["single"])
     assert "Not finished: there is no result yet." in report(tmp_path / "c").text

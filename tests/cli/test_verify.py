@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from app.records.history import load_summary
-from app.verification import verify
+from app.verification import step_check, verify
 from lockstep.data.trace import About, Trace, Variable
 from lockstep.engine.verdict import CLEAN, Verdict
 from models import MODELS
@@ -200,3 +200,13 @@ def test_a_mismatch_in_a_verified_step_stops_the_training(tmp_path):
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: manual has a mismatch: ") and "step 4" in last
     assert "(sum)" in last and last.endswith("without a mismatch is 2")
+
+
+def test_copies_that_differ_by_less_than_rounding_stop_the_training(tmp_path, monkeypatch):
+    judged = Verdict(CLEAN, training="manual"), 0
+    monkeypatch.setattr(step_check, "judge", lambda *_: judged)
+    words = ["--epochs=1", "--verify_every=1", "--inject=perturb_weight:step=1"]
+    result = run_here(*SMALL, *words, f"--out={tmp_path}/run")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: manual has a mismatch: ")
+    assert result.returncode == 9 and "on replica 1 differs from replica 0" in last
