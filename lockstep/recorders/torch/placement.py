@@ -1,15 +1,12 @@
 """Knows how the arrays of this process are parts of whole ones."""
 
-import contextlib
 import fnmatch
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.data.about import Fault
 from lockstep.data.placement import Dimension, placement_from
@@ -170,8 +167,6 @@ class Placement:
             text = self.mesh.text_of(value)
         elif kind.removesuffix("_grad") in OF_ROWS:
             text = self._text_of_rows(kind, value)
-            if kind.startswith("module_"):
-                text = self._text_of_layer(kind, index.partition(":")[2], value, text)
         elif self.texts and kind in OF_VARIABLES:
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
@@ -185,45 +180,15 @@ class Placement:
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
         return text
 
-    def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str | None:
-        """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""
-        assert self.mesh
-        weight = self.variables.weights.get(f"{name}.weight", torch.zeros(1))
-        of_weight, size = self.given(f"{name}.weight"), 1
-        if is_dtensor(weight):  # The module may give its local output.
-            of_weight = self.mesh.text_of(weight) or ""
-        dims = placement_from(of_weight, self.sizes).dimensions
-        if len(dims) != 2 or not value.dim():
-            return text
-        side = int("_in" in kind)  # Of the weight: outputs come first.
-        words = text.split() or [f"d{k}" for k in range(value.dim())]
-        axes = [axis for axis in dims[side].axes if axis not in self.mesh.data]
-        if is_dtensor(weight):
-            size = math.prod(self.sizes[axis] for axis in axes)
-        if axes and value.shape[-1] * size == weight.shape[side]:
-            words[-1] = f"{dims[side].blocks}*d[{','.join(axes)}]"
-        is_plain = type(self.module.get_submodule(name)) is nn.Linear and not is_dtensor(weight)
-        if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
-            words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
-        found = " ".join(words)
-        with contextlib.suppress(Fault):  # Two rules say different things: an axis is there twice.
-            placement_from(found, self.sizes)
-            return found
-        return None
-
     def _text_of_rows(self, kind: str, value: Tensor) -> str:
         """Returns how inputs or outputs are split: like the first input in dimensions as long."""
         left = [*zip(self.dims["inputs"], self.row_sizes, strict=False)]
         outputs = self.dims["outputs"]
         if kind[:2] == "y_" and len(outputs) == value.dim():
             return " ".join(each.text for each in outputs)
-        model = self.mesh.model if self.mesh and kind.startswith("module_") else ()
         found = []
-        for k, size in enumerate(value.shape if left or model else ()):
+        for k, size in enumerate(value.shape if left else ()):
             same = next((each for each in left if each[1] == size), None)
             left = [each for each in left if each is not same]
             found.append(same[0].text if same else f"d{k}")
-            for axis in model if k and not same else ():
-                if [size * self.sizes[axis]] == [*self.row_sizes[k : k + 1]]:  # Of the sequence.
-                    found[-1] = f"d{k}[{axis}]"
         return " ".join(found)
