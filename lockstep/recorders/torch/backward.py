@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -15,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorders.common import Hooks
-from lockstep.recorders.torch.added_gradients import AddedGradients, is_zero
+from lockstep.recorders.torch.added_gradients import AddedGradients
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
@@ -166,8 +165,6 @@ class GradientObserver:
             own.end()  # Of a training that calls parts of the model.
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
-        if own.is_on:
-            self._note_cleared()
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
             self.forward.before_ddp(own.ddp)
@@ -195,19 +192,6 @@ class GradientObserver:
             own.save_variables("after", own.variables.of_model())
             own.save_variables("after", own.variables.of_optimizers())
 
-    def _note_cleared(self) -> None:
-        """Notes that the script has cleared all gradients since the last backward pass."""
-        own, step = self.recording, self.recording.step
-        if not any(call.startswith("backward") for call in step.calls):
-            return
-        left = {i: p for i, (n, p) in enumerate(own.weights.items()) if n not in step.updated}
-        if not all(is_zero(p.grad) for p in left.values()):
-            return
-        kept = (own.kept(kind).get(i, {}) for kind in ("raw", "sums") for i in left)
-        if any(np.any(each.get("", each.get("/elements", 0))) for each in kept):
-            step.calls.append("clear")
-            step.num_cleared = len(step.losses)
-
     # Updates.
 
     def _before_any_update(self, optimizer: Any, args: Any, options: Any) -> None:
@@ -216,8 +200,9 @@ class GradientObserver:
         if own.variables.have_stepped([optimizer]):
             if not own.step.is_differentiated:
                 own.end()  # No forward pass has ended it.
-            elif own.at_turn:  # The others have not stepped: the step before ended unseen.
-                own.step, own.takes_turns = own.at_turn, True
+            elif own.step.was_called_again:  # The others have not stepped: each update is a step.
+                own.together = []
+                own.drop(is_replaced=True)
                 own.end()
                 own.drop(is_replaced=True)
         if own.variables.add(optimizer) and own.has_hooks:
@@ -286,7 +271,7 @@ class GradientObserver:
             return
         own.variables.note_step(optimizer)
         own.step.settings += settings
-        is_first, own.is_updated, own.at_turn = not own.is_updated, True, None
+        is_first, own.is_updated, own.step.was_called_again = not own.is_updated, True, False
         own.called_others.clear()
         own.step.updated.update(names)
         if own.is_on:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import Hooks
-from lockstep.recorders.torch.private import in_transform, tree_leaves, uncompiled
-from lockstep.recorders.torch.recording import Recording, called_in, copied
+from lockstep.recorders.torch.private import in_transform, tree_leaves
+from lockstep.recorders.torch.recording import Recording, copied
 from lockstep.recorders.torch.values import (
     Hook,
     computed_in,
@@ -41,7 +41,6 @@ class ForwardObserver:
         self.of_last_layer: list[Tensor] = []
         self.num_rows = 0
         self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
-        self.calls_whole = False
         self.outer: nn.Module | None = None  # The model whose forward pass is recorded now.
 
     def install_always(self, hooks: Hooks) -> None:
@@ -50,25 +49,10 @@ class ForwardObserver:
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
         for model in own.called:
             hooks.callback(model.register_forward_pre_hook(Hook(self._before), **options).remove)
-            # A script can call these in place of the whole.
-            for part in (x for child in uncompiled(model).children() for x in called_in(child)):
-                hooks.callback(part.register_forward_pre_hook(Hook(self._before_part)).remove)
         for name, other in own.variables.others.items():
             if isinstance(other, nn.Module):
                 note = Hook(functools.partial(self._note_other, name))
                 hooks.callback(other.register_forward_pre_hook(note).remove)
-
-    def _before_part(self, part: nn.Module, *_: Any) -> None:
-        """Begins a step of a training that calls parts of the model, and never the whole."""
-        own = self.recording
-        is_other = self.calls_whole or own.is_ignored or own.depth or in_transform()
-        if is_other or not (part.training and torch.is_grad_enabled()):
-            return
-        if own.is_over():
-            own.end()
-        own.step.has_graph = True
-        if own.is_on:
-            own.begin(is_forward=True)
 
     def _note_other(self, name: str, *_: Any) -> None:
         """Notes that a further module has been called with gradients."""
@@ -93,15 +77,8 @@ class ForwardObserver:
 
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         own = self.recording
-        if not torch.is_grad_enabled() or own.is_ignored:
-            return None
-        self.calls_whole = True
-        if in_transform():
-            text = "the model is called within torch.func, whose tensors cannot be recorded"
-            seen = "of this pass, only gradients that are applied are seen"
-            warnings.warn(f"{text}: {seen}", stacklevel=2)
-            own.step.is_transformed = True
-            return None
+        if not torch.is_grad_enabled() or own.is_ignored or in_transform():
+            return None  # Tensors of `torch.func` have no numbers.
         if own.depth and own.step.num_forward:
             return None  # Checkpointing computes the pass again.
         if own.depth and own.is_updated:
@@ -112,7 +89,8 @@ class ForwardObserver:
             return None  # One model calls another.
         if own.is_over():
             own.end()
-        own.step.was_called, self.outer = True, module
+        own.step.was_called, own.step.was_called_again = True, own.is_updated
+        self.outer = module
         if not module.training:
             own.step.is_evaluated = True
             return None
@@ -120,9 +98,6 @@ class ForwardObserver:
 
     def _before_recorded(self, args: Any, options: Any) -> Any:
         own = self.recording
-        if own.is_skipped():
-            own.skip()
-            own.step.was_called = True
         own.begin(is_forward=True)
         step, is_inner = own.step, own.step.outside is not None
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
@@ -222,5 +197,5 @@ class ForwardObserver:
             text = place.placements.get(f"y_grad/{index}", "")
             array = to_array(own.rows("y_grad", gradient, text)) / (step.scale * place.num_parts)
             kept[""] = kept[""] + array if kept[""].shape == array.shape else array
-            if not place.place("y_grad", index, gradient):
+            if place.place("y_grad", index, gradient) is None:
                 kept.clear()  # A DTensor that is split in another way than the output.

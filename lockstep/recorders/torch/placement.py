@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.data.about import Fault
 from lockstep.data.placement import Dimension, placement_from
+from lockstep.data.placement import Placement as Placed
 from lockstep.data.trace import OF_VARIABLES
-from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.layout import Mesh, mesh_of
 from lockstep.recorders.torch.private import (
@@ -129,29 +129,12 @@ class Placement:
         found = placement.places(whole.shape, self.sizes, self.at)
         return whole if found is None else whole[np.ix_(*found)]
 
-    def place(self, kind: str, index: Any, value: Tensor) -> bool:
-        """Notes how an array is part of the whole one; returns whether this is known."""
+    def place(self, kind: str, index: Any, value: Tensor) -> Placed | None:
+        """Notes and returns how an array is part of the whole one; None if this is not known."""
         text = self.text_of(kind, index, value)
         self.placements.pop(f"{kind}/{index}", None)
         self.placements |= {f"{kind}/{index}": text} if text else {}
-        return text is not None
-
-    def whole_shape(self, kind: str, index: Any, value: Tensor) -> tuple[int, ...]:
-        """Returns the shape of the whole array of which a tensor is a part, once it is placed."""
-        text = "" if is_dtensor(value) else self.placements.get(f"{kind}/{index}", "")
-        return placement_from(text, self.sizes).whole_shape(value.shape, self.sizes)
-
-    def split_sums(self, kind: str, index: Any, shape: Sequence[int]) -> Indices | None:
-        """Notes that samples of the parts of an array are summands of that of the whole.
-
-        Returns:
-            For each dimension, the places of this process' part in the whole; None for all.
-        """
-        key = f"{kind}/{index}"
-        placement = placement_from(self.placements.get(key, ""), self.sizes)
-        if key in self.placements:
-            self.placements[key] = placement.of_sample
-        return placement.places(shape, self.sizes, self.at)
+        return None if text is None else placement_from(text, self.sizes)
 
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""

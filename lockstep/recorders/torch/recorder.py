@@ -145,14 +145,13 @@ class Recorder:
             own.save_ids(ids)
             own.save_variables("after", own.variables.of_others())
             own.save_left()
-            cleared = step.losses[: step.num_cleared]
-            for index, losses in enumerate(x for x in (step.losses, cleared) if x):
-                own.save("loss", index, sum(losses))
+            if step.losses:
+                own.save("loss", 0, sum(step.losses))
             if self.shards:
                 self.shards.end(self.path)
             own.keep()
         own.number += 1
-        own.is_updated, own.at_turn = False, None
+        own.is_updated = False
         own.variables.end_step()
         self._start_step()
 
@@ -167,8 +166,6 @@ class Recorder:
         own = self.recording
         if own.output.has_failed:
             return
-        if own.is_skipped(at_the_end=True):
-            own.skip()
         missing = sorted(own.wanted - own.dropped - {*own.per_step["steps"]})
         if len(missing) > own.num_skipped:
             text = f"{self.path}: the training ended before steps {missing}"
