@@ -19,7 +19,6 @@ from lockstep.recorders.torch.values import (
     local,
     random_states,
     take,
-    to_array,
     whole_numbers,
     with_rows,
 )
@@ -91,10 +90,7 @@ class ForwardObserver:
             own.end()
         own.step.was_called, own.step.was_called_again = True, own.is_updated
         self.outer = module
-        if not module.training:
-            own.step.is_evaluated = True
-            return None
-        return self._before_recorded(args, options) if own.is_on else None
+        return self._before_recorded(args, options) if own.is_on and module.training else None
 
     def _before_recorded(self, args: Any, options: Any) -> Any:
         own = self.recording
@@ -195,7 +191,7 @@ class ForwardObserver:
                 whole = gradient.new_zeros(len(kept[""]), *gradient.shape[1:])
                 gradient = whole.index_copy(0, rows, gradient)
             text = place.placements.get(f"y_grad/{index}", "")
-            array = to_array(own.rows("y_grad", gradient, text)) / (step.scale * place.num_parts)
+            array = own.rows(gradient, text) / (step.scale * place.num_parts)
             kept[""] = kept[""] + array if kept[""].shape == array.shape else array
             if place.place("y_grad", index, gradient) is None:
                 kept.clear()  # A DTensor that is split in another way than the output.

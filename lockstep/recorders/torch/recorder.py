@@ -117,7 +117,7 @@ class Recorder:
                     own.add("own_random", random_states())
                 self.replay.load()
             else:
-                self._warn_of_no_forward_pass()
+                self._warn_of_no_forward_pass(self.replay)
         if self.shards:
             self.shards.begin()
         own.save_variables("before", variables.all())
@@ -125,17 +125,12 @@ class Recorder:
         if self.request.keeps_start and not own.per_step["steps"]:
             own.save_variables("start", variables.all())
 
-    def _warn_of_no_forward_pass(self) -> None:
-        seen = "no forward pass was seen; call model, in train mode"
-        if self.recording.step.is_evaluated:
-            seen = "the model is called in evaluation mode; call model.train() before it"
-        elif not self.recording.step.is_differentiated:
-            seen = "without autograd, the first step begins at its update"
-        text = f"{self.path}: replay: step {self.recording.number}: {seen}; nothing is loaded"
+    def _warn_of_no_forward_pass(self, replay: Replay) -> None:
+        own = self.recording
+        text = "no forward pass in training mode was seen; call model, after model.train()"
+        text = f"{self.path}: replay: step {own.number}: {text}; nothing is loaded"
         warnings.warn(text, stacklevel=2)
-        if self.replay:
-            names = (variable["name"] for variable, _ in self.recording.variables.all())
-            self.replay.not_loaded |= dict.fromkeys(names)
+        replay.not_loaded |= dict.fromkeys(each["name"] for each, _ in own.variables.all())
 
     def _end_step(self) -> None:
         """Keeps the arrays of a step whose weights were updated, and begins the next one."""
@@ -179,13 +174,11 @@ class Recorder:
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
-        described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
-        wrapper = "fully_shard" if place.of_fsdp else wrapper
+        described = own.variables.described
         layers = [*layers_of(own.module.named_modules()), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
-            "wrapper": wrapper,
             "variables": list(described.values()),
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",

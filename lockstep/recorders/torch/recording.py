@@ -82,8 +82,7 @@ class Step:
         self.num_forward, self.num_bytes = 0, 0  # Forward passes in train mode; of outputs.
         self.scale = 1.0  # The factor of the loss.
         self.unscaled = set[str]()  # Names of the weights whose gradients are no longer scaled.
-        self.was_called = self.is_evaluated = False  # The model was called; in evaluation mode.
-        self.was_called_again = False  # It was called since the last update.
+        self.was_called = self.was_called_again = False  # The model; since the last update.
         self.has_graph = False  # A backward pass has begun.
 
     @property
@@ -271,7 +270,8 @@ class Recording:
                 place.placements[key] = placed.of_sample
             part = placed.places(shape, place.sizes, place.at)
             return sample_of(self.sample, value.detach(), shape, part)
-        value = self.rows(kind, value, place.placements.get(key, ""))
+        if has_rows(kind):
+            return {"": self.rows(value, place.placements.get(key, ""))}
         if value.is_sparse and value.sparse_dim() == 1:
             return {
                 "/values": to_array(values_of_sparse(value)),
@@ -280,13 +280,13 @@ class Recording:
             }
         return {"": to_array(value, copy=copy)}
 
-    def rows(self, kind: str, value: Tensor, text: str) -> Tensor:
+    def rows(self, value: Tensor, text: str) -> np.ndarray:
         """Returns outputs of the model, or of modules, with samples of long rows.
 
         Those that are split, which a text says, stay whole.
         """
-        if self.sample is None or not has_rows(kind) or text:
-            return value
+        if self.sample is None or text:
+            return to_array(value)
         return rows_sampled(self.sample, local(value).detach())
 
     def keep(self) -> None:

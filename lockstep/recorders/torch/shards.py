@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.recorders.common import require
 from lockstep.recorders.parts import places_of
 from lockstep.recorders.torch.modules import Modules
-from lockstep.recorders.torch.private import buffers_of, tree_leaves, tree_map_only
+from lockstep.recorders.torch.private import tree_leaves, tree_map_only, with_buffers
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Part, Replay
 from lockstep.recorders.torch.values import (
@@ -172,18 +172,10 @@ def _buffers_of_replica(
 
     Only those of one replica stay in the model.
     """
-    owners = [(f"{place}." if place else "", buffers_of(x)) for place, x in module.named_modules()]
-    places = [(start, own, name) for start, own in owners for name in own if own[name] is not None]
-    saved = [own[name] for _, own, name in places]
-    if not is_model:
-        for start, own, name in places:
-            own[name] = left.get(start + name, own[name].clone())
-    try:
+    own = {name: left.get(name, value).clone() for name, value in module.named_buffers()}
+    with contextlib.nullcontext() if is_model else with_buffers(module, own):
         yield
-    finally:
-        for (start, own, name), value in zip(places, saved, strict=True):
-            left[start + name] = own[name].clone()
-            own[name] = own[name] if is_model else value
+    left |= {name: value.clone() for name, value in module.named_buffers()} if is_model else own
 
 
 def _check_rows(output: Any, number: int) -> None:

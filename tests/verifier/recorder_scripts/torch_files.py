@@ -62,7 +62,7 @@ def check_about(about):
     expected = {
         **{"format": "lockstep trace", "version": 2, "framework": "torch", "num_replicas": 1},
         **{"replicas": [0], "steps": [0, 2], "reduction": "", "order": "reduce, clip"},
-        **{"wrapper": "", "data_layout": "NCHW", "permuted": None, "replayed": None},
+        **{"data_layout": "NCHW", "permuted": None, "replayed": None},
         **{"micro_batches": [1, 1], "gradients": weights},
     }
     assert about.items() >= expected.items()
