@@ -15,7 +15,6 @@ from lockstep.recorders.torch.recording import Recording, copied
 from lockstep.recorders.torch.values import (
     Hook,
     computed_in,
-    is_dtensor,
     local,
     random_states,
     take,
@@ -120,16 +119,8 @@ class ForwardObserver:
             if own.is_updated:
                 step.calls.append(f"update {len(step.settings)}")
             step.calls.append("forward")
-            step.passes.append(self._way())
+            step.passes.append("ddp" if self.is_in_ddp and self.is_reduced else "")
         return args, options
-
-    def _way(self) -> str:
-        """Returns how the gradients of a forward pass are reduced."""
-        if not self.recording.ddp:
-            return ""
-        if not self.is_in_ddp:
-            return "module"
-        return "ddp" if self.is_reduced else "no_sync"
 
     def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""
@@ -174,8 +165,7 @@ class ForwardObserver:
         for x in outputs:
             own.add("y_pred", [x])
             # Stays 0 if the loss does not use it.
-            zeros = torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)
-            index = own.add("y_grad", [zeros])
+            index = own.add("y_grad", [torch.zeros_like(x)])
             if x.requires_grad and own.placement.knows_loss:
                 # The model itself may use an output, as that of an encoder: hook what it has used.
                 for source, rows in own.sources.pop(id(x), [(x, None)]):

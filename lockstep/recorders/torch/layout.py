@@ -1,5 +1,6 @@
 """The devices of a training on named axes, and how they split arrays."""
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Mesh:
         # The axes that split the examples, other dimensions of the inputs, the layers of a
         # pipeline, and weights only.
         self.data, self.sequence, self.stages, self.model = (list[str]() for _ in range(4))
-        self.known: dict[Any, str | None] = {}  # Texts of DTensors.
+        self._text = functools.cache(self._text_of)
 
     def name_axes(self, reduced: set[str], inputs: Sequence[Dimension]) -> None:
         """Finds the kinds of the axes.
@@ -80,17 +81,14 @@ class Mesh:
 
     def text_of(self, value: Any) -> str | None:
         """Returns how the local part of a DTensor is part of it; None if there is no text."""
-        key = value.device_mesh, tuple(value.placements), value.dim()
-        if key not in self.known:
-            self.known[key] = self._text_of(value)
-        return self.known[key]
+        return self._text(value.device_mesh, tuple(value.placements), value.dim())
 
-    def _text_of(self, value: Any) -> str | None:
-        ranks = np.array(value.device_mesh.mesh)
+    def _text_of(self, mesh: Any, placements: Sequence[Any], ndim: int) -> str | None:
+        ranks = np.array(mesh.mesh)
         (place,) = np.argwhere(ranks == dist.get_rank())
-        split: list[list[tuple[str, int]]] = [[] for _ in value.shape]  # Text and size of axes.
+        split: list[list[tuple[str, int]]] = [[] for _ in range(ndim)]  # Text and size of axes.
         sums = ""
-        for i, placement in reversed([*enumerate(value.placements)]):
+        for i, placement in reversed([*enumerate(placements)]):
             along = (slice(None) if i == k else at for k, at in enumerate(place))
             axes = self.axes_of(ranks[tuple(along)].tolist())
             if axes is None:

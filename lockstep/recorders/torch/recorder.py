@@ -244,7 +244,7 @@ def record(
         steps: Numbers of the steps to record, from 0; or the number of first steps to record. A
             step ends at the next forward pass of a model, or with the recording. Each optimizer of
             a list updates once in a step; if one does so twice before others do, each update is a
-            step, and a later one is recorded in place of that in which this is seen.
+            step, and later ones are recorded in place of those before this is seen.
         replay: Trace whose weights and statistics are loaded before each recorded step; with the
             same class of optimizer also its state, with as many replicas also the random state.
             What does not fit is not loaded, which a warning says.
