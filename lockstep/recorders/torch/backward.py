@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class GradientObserver:
     ) -> None:
         self.recording, self.forward, self.on_update = recording, forward, on_update
         self.added = AddedGradients(recording)
-        self.has_gradients = self.has_after_left = False
+        self.has_gradients = False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
         for owner, name, _ in self._targets():
             private(owner, name)
@@ -187,10 +187,6 @@ class GradientObserver:
             if is_reduced:
                 own.save_gradients("sums", own.weights.keys() - step.updated)
             step.calls.append("backward, all-reduced" if is_reduced else "backward")
-        if self.has_after_left:
-            self.has_after_left = False
-            own.save_variables("after", own.variables.of_model())
-            own.save_variables("after", own.variables.of_optimizers())
 
     # Updates.
 
@@ -271,26 +267,24 @@ class GradientObserver:
             return
         own.variables.note_step(optimizer)
         own.step.settings += settings
-        is_first, own.is_updated, own.step.was_called_again = not own.is_updated, True, False
+        own.is_updated, own.step.was_called_again = True, False
         own.called_others.clear()
         own.step.updated.update(names)
         if own.is_on:
-            self._save_after(optimizer, names, is_first)
+            self._save_after({*names})
         self.on_update()
         if not own.step.is_differentiated and own.variables.have_stepped(own.variables.optimizers):
             own.end()  # The next step begins now, as no forward pass shows where.
             if own.is_on:
                 own.begin(is_forward=True)
 
-    def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
-        """Saves what an update leaves; within a backward pass, once at its end."""
+    def _save_after(self, names: set[str]) -> None:
+        """Saves what an update leaves; what others have updated was saved after their updates."""
         own = self.recording
-        if own.depth:
-            self.has_after_left = True
-            return
-        pairs = [*own.variables.of_model(), *own.variables.of_optimizers()]
-        wanted = {*names}
-        if not is_first:  # What another optimizer has updated was saved after its update.
-            known = own.step.updated - wanted
-            pairs = [pair for pair in pairs if pair[0].get("of", pair[0]["name"]) not in known]
+        known, pairs = own.step.updated - names, []
+        for pair in (*own.variables.of_model(), *own.variables.of_optimizers()):
+            name = pair[0].get("of", pair[0]["name"])
+            # Within a backward pass, each weight may have an optimizer: the first saves the others.
+            if name in names or not (known and (own.depth or name in known)):
+                pairs.append(pair)
         own.save_variables("after", pairs)
