@@ -242,17 +242,11 @@ class GradientObserver:
         if not own.step.num_forward:  # The whole model is in evaluation mode.
             own.note_modes()
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
-        saved = {*names}
-        if not own.is_updated:  # Also of weights that no optimizer may have.
-            others = [x for x in own.variables.optimizers if x is not optimizer]
-            of_others = {name for other in others for name in own.variables.names_of(other)}
-            saved |= own.weights.keys() - own.step.updated - of_others
         for index, arrays in (own.step.unclipped or {}).items():
-            if [*own.weights][index] in saved:
+            if [*own.weights][index] in names:
                 own.put("unclipped", index, arrays)
         own.save_set({*names} - own.step.updated)
         own.save_gradients("clipped", names, scale)
-        own.save_gradients("clipped", saved - {*names})  # A scaler leaves these scaled.
         self.settings[id(optimizer)] = own.variables.groups_of(optimizer)
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
