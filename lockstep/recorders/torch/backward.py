@@ -262,7 +262,6 @@ class GradientObserver:
         own.variables.note_step(optimizer)
         own.step.settings += settings
         own.is_updated, own.step.was_called_again = True, False
-        own.called_others.clear()
         own.step.updated.update(names)
         if own.is_on:
             self._save_after({*names})

@@ -144,9 +144,6 @@ class Replay:
         known = {*self.not_loaded}
         for variable, value in self._own():
             name = variable["name"]
-            if any(name.startswith(f"{key}.") for key in self.recording.called_others):
-                self.not_loaded[name] = None  # The graph of this step has its values.
-                continue
             source = self.sources.get(name)
             array = source.of(before) if source else None
             if array is not None:
@@ -160,7 +157,7 @@ class Replay:
         if new := [name for name in self.not_loaded if name not in known]:
             text = ", ".join(new[:_MOST_NAMED])
             text += f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-            why = "not in it, of another shape or optimizer, or used before the step began"
+            why = "not in it, or of another shape or optimizer"
             why += next((f"; {self.asked[name]}" for name in new if self.asked.get(name)), "")
             warnings.warn(
                 f"{self.path}: step {step}: not loaded from {self.name}: {text}: {why}",
