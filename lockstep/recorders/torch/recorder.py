@@ -52,7 +52,7 @@ class Recorder:
             classes = [str(layer.get("class")) for layer in self.replay.trace.about.layers]
             is_local = not any("SyncBatchNorm" in name for name in classes)
             require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
-            self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
+            self.shards = ShardRunner(own, self.replay, self.modules)
         own.begin, own.end = self._begin, self._end_step
         self.forward = ForwardObserver(own, request.permute)
         self.gradients = GradientObserver(own, self.forward, self._prepare)
