@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.torch.private import in_transform, tree_leaves
-from lockstep.recorders.torch.recording import Recording, copied
+from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import (
     Hook,
     computed_in,
@@ -88,7 +88,8 @@ class ForwardObserver:
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
             step.arrays, self.inverse = step.outside or {}, None
             step.num_forward -= 1
-        step.outside, self.of_last_layer = copied(step.arrays), []
+        step.outside = {group: {**arrays} for group, arrays in step.arrays.items()}
+        self.of_last_layer = []
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         sizes = own.placement.row_sizes = next((local(x).shape for x in batch if x.dim()), ())
         self.num_rows = sizes[0] if sizes else 0

@@ -56,11 +56,6 @@ def unwrapped(model: Any) -> Any:
 Arrays = dict[str, dict[Any, dict[str, Any]]]
 
 
-def copied(arrays: Arrays) -> Arrays:
-    """Returns a copy to which arrays can be added."""
-    return {group: dict(own) for group, own in arrays.items()}
-
-
 class Step:
     """What was seen of a step since its begin, or since GradScaler skipped its update."""
 

@@ -151,7 +151,8 @@ class Replay:
             elif self.states.framework == "torch":
                 self.not_loaded[name] = None
         if self.states.framework == "torch":
-            classes = self._classes(step)
+            groups = self.trace.about.settings[self.states.position(step)]
+            classes = {x: str(group.get("optimizer")) for group in groups for x in group["weights"]}
             for name, p in self.recording.weights.items():
                 self._load_state(name, p, before, classes)
         if new := [name for name in self.not_loaded if name not in known]:
@@ -164,15 +165,6 @@ class Replay:
                 stacklevel=2,
             )
 
-    def _classes(self, step: int) -> dict[str, str]:
-        """Returns the name of a weight there → class of its optimizer in a step."""
-        about, found = self.trace.about, dict[str, str]()
-        usual = about.optimizer.get("class", "")
-        for group in about.settings[self.states.position(step)] if about.settings else ():
-            for name in group.get("weights", ()):
-                found.setdefault(name, group.get("optimizer", usual))
-        return {v.name: usual for v in about.variables} | found
-
     def _load_state(self, name: str, p: Tensor, before: Named, classes: Mapping[str, str]) -> None:
         """Loads the state of a weight into its optimizer, if that has the recorded class."""
         source = self.sources[name].key if name in self.sources else ""
@@ -180,9 +172,7 @@ class Replay:
         slots = {v.slot: array for v, array in variables if source and v.of == source}
         owners = self.recording.variables.owners_of(name)
         same = [x for x in owners if type(x).__name__ == classes.get(source)]
-        # Of several that update it, the one that keeps such state.
-        common = [len(slots.keys() & x.state.get(p, {}).keys()) for x in same or owners]
-        optimizer = (same or owners)[common.index(max(common))] if common else None
+        optimizer = next(iter(same or owners), None)
         if optimizer is None:
             return
         old = optimizer.state.get(p, {})
