@@ -15,8 +15,7 @@ Kinds of arrays of a shard:
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
   the model ran part by part.
 - `y_pred`: outputs. `y_grad`: gradients of the loss with
-  respect to `y_pred`, where that has a row for each example. `y_other`: whole numbers and booleans
-  that the model returns beside them, in the same form (PyTorch).
+  respect to `y_pred`, where that has a row for each example.
 - `module_in`, `module_out`, `module_out_grad`, `module_in_grad`: first floating-point tensor of a
   module's input and output, of its first call in a forward pass, and the gradients (0 if the loss
   does not use it, absent if none is computed); the index is number of the pass · length of

@@ -18,7 +18,6 @@ from lockstep.recorders.torch.values import (
     local,
     random_states,
     take,
-    whole_numbers,
     with_rows,
 )
 
@@ -135,8 +134,6 @@ class ForwardObserver:
         if not outputs and (own.placement.dims["outputs"] or not (mesh and mesh.model)):
             outputs = self.of_last_layer  # On a mesh, it may be a part, of which nothing is known.
         self._save_outputs(outputs)
-        if outputs and not (own.sample or mesh):
-            own.add("y_other", whole_numbers(output, self.num_rows))
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else take(output, inverse, len(inverse))
 
