@@ -37,12 +37,10 @@ class Modules:
     def __init__(self, recording: "Recording", pattern: bool | str) -> None:
         self.recording = recording
         self.names = list[str]()  # The modules in the order of their first call.
-        self.now: Any = None  # The arrays of the step.
         # The examples of the batch that the model computes now, and the size of the batch.
         self.rows: tuple[Tensor, int] | None = None
-        self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
-        self.unknown = set[str]()  # Names of arrays.
-        self.num_bytes, self.most_bytes = 0, MOST_BYTES if pattern is True else np.inf
+        self.open = dict[str, tuple[Any, ...]]()  # Those that compute now.
+        self.most_bytes = MOST_BYTES if pattern is True else np.inf  # Below 0 once left out.
         wanted = "*" if pattern is True else str(pattern)
         named = recording.module.named_modules()
         self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
@@ -57,19 +55,13 @@ class Modules:
             add(module.register_forward_hook(after))
 
     def _before(self, name: str, module: nn.Module, args: Any, options: Any = ()) -> None:
-        own = self.recording
-        if own.step.outside is None or torch.compiler.is_compiling() or in_transform():
+        own, step, rows = self.recording, self.recording.step, self.rows
+        place = f"{step.num_forward - 1}:{name}"
+        is_again = (place, id(rows)) in step.called
+        is_hidden = torch.compiler.is_compiling() or in_transform()
+        if step.outside is None or is_again or is_hidden or self.most_bytes < 0:
             return
-        if self.num_bytes > self.most_bytes:
-            return
-        if self.now is not own.step.arrays:  # Another step, or attempt at it.
-            self.now, self.seen, self.unknown = own.step.arrays, set(), set()
-            self.num_bytes = 0
-        place = f"{own.step.num_forward - 1}:{name}"
-        rows = self.rows
-        if (place, id(rows)) in self.seen:
-            return
-        self.seen.add((place, id(rows)))
+        step.called.add((place, id(rows)))
         self.names += [] if name in self.names else [name]
         keep = functools.partial(self._keep, place, rows, own.number)
         inputs = floating((args, options))
@@ -110,13 +102,13 @@ class Modules:
         """
         own, key = self.recording, f"{kind}/{place}"
         is_over = step != own.number or not own.is_on or not own.step.arrays
-        if value is None or is_over or self.num_bytes > self.most_bytes:
+        if value is None or is_over or self.most_bytes < 0:
             return
         placements, text = own.placement.placements, own.placement.text_of(kind, place, value)
         kept, before = own.kept(kind).get(place, {}), placements.get(key, "")
         is_first = not kept or not kept[""].any()  # The first gradient takes the place of zeros.
-        if key in self.unknown or text is None or not (is_first or text == before):
-            self.unknown.add(key)  # Parts of a sum that are split in several ways.
+        if key in own.step.unknown or text is None or not (is_first or text == before):
+            own.step.unknown.add(key)  # Parts of a sum that are split in several ways.
             own.kept(kind).pop(place, None)
             return
         array = own.rows(value, text)
@@ -130,8 +122,8 @@ class Modules:
             whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
             array = whole.reshape(-1, *array.shape[1:])
         if not kept:
-            self.num_bytes += array.nbytes
-            if self.num_bytes > self.most_bytes:
+            own.step.num_module_bytes += array.nbytes
+            if own.step.num_module_bytes > self.most_bytes:
                 self._leave_out()
                 return
         own.put(kind, place, {"": array if is_first else kept[""] + array})
@@ -141,6 +133,7 @@ class Modules:
         """Drops the arrays of this step, and stops to record modules, with a warning."""
         for kind in OF_MODULES:
             self.recording.kept(kind).clear()
+        self.most_bytes = -1
         text = (
             f"inputs and outputs of all modules have more than {MOST_BYTES >> 20:,} MiB in a step"
         )

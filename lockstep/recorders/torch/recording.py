@@ -79,6 +79,8 @@ class Step:
         self.unscaled = set[str]()  # Names of the weights whose gradients are no longer scaled.
         self.was_called = self.was_called_again = False  # The model; since the last update.
         self.has_graph = False  # A backward pass has begun.
+        # Of recorded modules: the calls, the arrays that cannot be added, and the number of bytes.
+        self.called, self.unknown, self.num_module_bytes = set[Any](), set[str](), 0
 
     @property
     def is_differentiated(self) -> bool:
