@@ -56,10 +56,11 @@ class Modules:
 
     def _before(self, name: str, module: nn.Module, args: Any, options: Any = ()) -> None:
         own, step, rows = self.recording, self.recording.step, self.rows
+        is_hidden = step.outside is None or torch.compiler.is_compiling() or in_transform()
+        if is_hidden or self.most_bytes < 0:
+            return
         place = f"{step.num_forward - 1}:{name}"
-        is_again = (place, id(rows)) in step.called
-        is_hidden = torch.compiler.is_compiling() or in_transform()
-        if step.outside is None or is_again or is_hidden or self.most_bytes < 0:
+        if (place, id(rows)) in step.called:
             return
         step.called.add((place, id(rows)))
         self.names += [] if name in self.names else [name]
