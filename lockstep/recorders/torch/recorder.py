@@ -237,7 +237,8 @@ def record(
         path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
             None: only runs of `assert_same_training` are recorded.
         model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2), or
-            a list of several. In one without `forward`, the script calls the modules that it has.
+            a list of several, as of the parts that it calls in place of the whole. In one without
+            `forward`, the script calls the modules that it has.
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
             once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
