@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from lockstep.data.trace import OF_MODULES
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.private import in_transform, number_of
+from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import Hook, floating
-
-if TYPE_CHECKING:
-    from lockstep.recorders.torch.recording import Recording
 
 MOST_BYTES = 2**30  # Of the arrays of all modules in a step; those of a pattern may have more.
 
@@ -34,7 +32,7 @@ class Modules:
         pattern: True for all modules, or a pattern of their names.
     """
 
-    def __init__(self, recording: "Recording", pattern: bool | str) -> None:
+    def __init__(self, recording: Recording, pattern: bool | str) -> None:
         self.recording = recording
         self.names = list[str]()  # The modules in the order of their first call.
         # The examples of the batch that the model computes now, and the size of the batch.

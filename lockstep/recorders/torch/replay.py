@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,10 +66,11 @@ class Replay:
         own = [Own(about, tuple(value.shape)) for about, value in pairs]
 
         def fits(index: int, array: np.ndarray) -> bool:
-            text = self.placement.given(own[index].name)
-            part = self.placement.own_part(text, pairs[index][1], array)
+            name = own[index].name
+            part = self.placement.own_part(self.placement.given(name), pairs[index][1], array)
             if part.shape != own[index].shape:
-                self._ask(own[index].name, own[index].shape, array)
+                asked = self.placement.asked(name, own[index].shape, array.shape)
+                self.asked.setdefault(name, asked)
             return part.shape == own[index].shape
 
         is_part = bool(mesh and mesh.stages)
@@ -88,9 +89,6 @@ class Replay:
                     f"replay={self.name}: {asked}" if asked else states.unmatched(each)
                 )
         return sources
-
-    def _ask(self, name: str, shape: Sequence[int], whole: np.ndarray) -> None:
-        self.asked.setdefault(name, self.placement.asked(name, shape, whole.shape))
 
     # Examples and random numbers.
 
@@ -211,7 +209,7 @@ class Replay:
             array = self.placement.own_part(text, value, array)
             found = _assigned(value, array)
             if found is None:
-                self._ask(name, tuple(value.shape), array)
+                self.asked.setdefault(name, self.placement.asked(name, value.shape, array.shape))
         elif isinstance(value, bool | int | float) and array.size == 1:
             found = type(value)(array.item())
         if found is None:
