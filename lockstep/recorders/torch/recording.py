@@ -256,7 +256,7 @@ class Recording:
         if placed is None:
             return {}
         shape = value.shape if is_dtensor(value) else placed.whole_shape(value.shape, place.sizes)
-        is_sampled = bool(self.sample) and kind in SAMPLED and self.sample.takes(shape)
+        is_sampled = self.sample is not None and kind in SAMPLED and self.sample.takes(shape)
         value = local(value) / float(scale) if scale != 1 else local(value)
         if is_sampled or kind in OF_VARIABLES:  # As the momentum of a sparse gradient.
             value = value.to_dense()
