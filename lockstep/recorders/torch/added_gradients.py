@@ -8,6 +8,7 @@ from lockstep.recorders.common import Hooks
 from lockstep.recorders.torch.private import (
     ENGINE,
     fsdp_groups,
+    has_other_hooks,
     move_first,
     sharded_weight,
     weights_of_group,
@@ -21,7 +22,7 @@ _MOST = 50_000  # Arrays of passes in a file, which can have five times as many 
 class AddedGradients:
     """Counts the backward passes of a step, and copies the gradients that autograd computes.
 
-    Those of the first pass are kept when a second one begins: of a single one, `raw` has them.
+    Those of the first pass, of which `raw` has most, are kept when a second one begins.
 
     Args:
         recording: What has the model and the arrays.
@@ -48,11 +49,16 @@ class AddedGradients:
                 self._hook(name, p)
 
     def _hook(self, name: str, weight: Tensor) -> None:
+        handle: Any = None
+
         def hook(gradient: Tensor) -> None:
-            self._see(name, gradient.detach())
+            # Alone, autograd makes it the weight's gradient, which is copied as `raw`.
+            is_alone = weight.grad is None and not has_other_hooks(handle)
+            self._see(name, gradient.detach(), is_alone and self.calls[-1:] == [True])
 
         self.hooked.add(name)
-        self.recording.hooks.enter_context(move_first(weight.register_hook(hook)))
+        handle = move_first(weight.register_hook(hook))
+        self.recording.hooks.enter_context(handle)
 
     def _run(self, inner: Any, *args: Any, **options: Any) -> Any:
         """Takes the place of the engine of autograd."""
@@ -76,7 +82,7 @@ class AddedGradients:
             if name and name not in self.hooked and whole is not None and whole.requires_grad:
                 self._hook(name, whole)
 
-    def _see(self, name: str, gradient: Tensor) -> None:
+    def _see(self, name: str, gradient: Tensor, is_alone: bool) -> None:
         """Copies a gradient on its way to a weight; a second one in a pass begins another one."""
         own, step = self.recording, self.recording.step
         is_nested = len(self.calls) > 1 and not self.calls[-1]  # It is returned to another call.
@@ -88,10 +94,13 @@ class AddedGradients:
             step.num_passes += 1
             step.in_pass.clear()
             if step.num_passes == 2:
-                for place, arrays in sorted(step.first_pass.items()):
+                for place, arrays in sorted((own.kept("raw") | step.first_pass).items()):
                     self._keep(place, arrays)
         step.in_pass.add(name)
         place = (step.num_passes - 1) * len(self.indices) + self.indices[name]
+        if step.num_passes == 1 and is_alone and own.weights[name] not in own.placement.of_fsdp:
+            own.placement.place("added", place, gradient)
+            return
         arrays = own.arrays_of("added", place, gradient, step.scale_of(name))
         if step.num_passes == 1:
             step.first_pass[place] = arrays

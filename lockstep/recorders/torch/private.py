@@ -85,6 +85,11 @@ def move_first(handle: Any) -> Any:
     return handle
 
 
+def has_other_hooks(handle: Any) -> bool:
+    """Returns whether other hooks are called at the place of one."""
+    return len(private(handle, "hooks_dict_ref")()) > 1
+
+
 def whole_weight(weight: Any) -> Any:
     """Returns the whole weight of one that `fully_shard` has split; None before its first use."""
     return getattr(weight, "_unsharded_param", None)
