@@ -15,14 +15,12 @@ Kinds of arrays of a shard:
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
   the model ran part by part.
 - `y_pred`: outputs. `y_grad`: gradients of the loss with
-  respect to `y_pred`, where that has a row for each example. `y_other`: whole numbers and booleans
-  that the model returns beside them, in the same form (PyTorch).
+  respect to `y_pred`, where that has a row for each example.
 - `module_in`, `module_out`, `module_out_grad`, `module_in_grad`: first floating-point tensor of a
   module's input and output, of its first call in a forward pass, and the gradients (0 if the loss
   does not use it, absent if none is computed); the index is number of the pass · length of
   `modules` + position in `modules`.
-- `loss`: the shard's loss, then, if known, a part of it that may not count: its regularisation
-  losses (Keras), or losses whose gradients the script cleared (PyTorch). In a custom loop
+- `loss`: the shard's loss, then, if known, its regularisation losses (Keras). In a custom loop
   `objective`: the scalar that is differentiated, then its share of the regularisation losses.
 - `raw`: gradients before the all-reduce. `added`: what autograd computes in each backward pass of
   a step that has several, before a script or an engine changes or sums it, and `fully_shard`
@@ -195,12 +193,12 @@ class About:
             empty for 1.
         in_evaluation: for each step, the layers in evaluation mode; empty if unknown.
         calls: for each step, the calls that make its gradients, in order; empty if unknown:
-            "forward", "backward", "backward, all-reduced", "clear" (gradients between
-            micro-batches), "unscale", "clip norm 1", "clip value 0.5".
+            "forward", "backward", "backward, all-reduced", "unscale", "clip norm 1",
+            "clip value 0.5".
         loss_scale: for each step, the factor of the loss that avoids underflow, by which "raw",
             "added", "sums", "unclipped" and "loss" are divided; empty for 1.
-        passes: for each step, how the gradients of each forward pass are reduced: "ddp", "no_sync",
-            "module" (the model in DDP was called without it), or "" without DDP; empty if unknown.
+        passes: for each step, "ddp" for each forward pass whose gradients DDP reduces, and "" for
+            another one; empty if unknown.
         tied: the names of each weight that has several.
         not_updated: names of the weights of optimizers that update weights in no recorded step.
         permuted: seed of the permutation of each replica's examples; None without one.

@@ -17,7 +17,7 @@ from lockstep.engine.pair import Pair
 from lockstep.engine.step import Step
 from lockstep.numeric.arrays import dense
 
-KINDS = ("data", "y_pred", "y_grad", "y_other")
+KINDS = ("data", "y_pred", "y_grad")
 DTYPES = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.int64}
 # Values with which rows may be padded: those with which most rows end, or begin.
 NUM_PADDINGS = 3

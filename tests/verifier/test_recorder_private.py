@@ -65,7 +65,7 @@ def test_only_one_file_for_each_framework_uses_private_names():
     ]  # fmt: skip
     assert not found, "\n".join(found)
     known = {name for path in FILES for _, name in names_of(trees[path])}
-    assert {"._buffers", "._flatten_layers", "torch.utils._pytree"} <= known
+    assert {"._fsdp_param_group", "._flatten_layers", "torch.utils._pytree"} <= known
 
 
 def test_names_of_models_and_layers():

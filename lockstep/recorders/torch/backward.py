@@ -3,10 +3,9 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -15,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorders.common import Hooks
-from lockstep.recorders.torch.added_gradients import AddedGradients, is_zero
+from lockstep.recorders.torch.added_gradients import AddedGradients
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
@@ -47,7 +46,7 @@ class GradientObserver:
     ) -> None:
         self.recording, self.forward, self.on_update = recording, forward, on_update
         self.added = AddedGradients(recording)
-        self.has_gradients = self.has_after_left = False
+        self.has_gradients = False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
         for owner, name, _ in self._targets():
             private(owner, name)
@@ -166,8 +165,6 @@ class GradientObserver:
             own.end()  # Of a training that calls parts of the model.
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
-        if own.is_on:
-            self._note_cleared()
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
             self.forward.before_ddp(own.ddp)
@@ -190,23 +187,6 @@ class GradientObserver:
             if is_reduced:
                 own.save_gradients("sums", own.weights.keys() - step.updated)
             step.calls.append("backward, all-reduced" if is_reduced else "backward")
-        if self.has_after_left:
-            self.has_after_left = False
-            own.save_variables("after", own.variables.of_model())
-            own.save_variables("after", own.variables.of_optimizers())
-
-    def _note_cleared(self) -> None:
-        """Notes that the script has cleared all gradients since the last backward pass."""
-        own, step = self.recording, self.recording.step
-        if not any(call.startswith("backward") for call in step.calls):
-            return
-        left = {i: p for i, (n, p) in enumerate(own.weights.items()) if n not in step.updated}
-        if not all(is_zero(p.grad) for p in left.values()):
-            return
-        kept = (own.kept(kind).get(i, {}) for kind in ("raw", "sums") for i in left)
-        if any(np.any(each.get("", each.get("/elements", 0))) for each in kept):
-            step.calls.append("clear")
-            step.num_cleared = len(step.losses)
 
     # Updates.
 
@@ -216,8 +196,9 @@ class GradientObserver:
         if own.variables.have_stepped([optimizer]):
             if not own.step.is_differentiated:
                 own.end()  # No forward pass has ended it.
-            elif own.at_turn:  # The others have not stepped: the step before ended unseen.
-                own.step, own.takes_turns = own.at_turn, True
+            elif own.step.was_called_again:  # The others have not stepped: each update is a step.
+                own.together = []
+                own.drop(is_replaced=True)
                 own.end()
                 own.drop(is_replaced=True)
         if own.variables.add(optimizer) and own.has_hooks:
@@ -261,17 +242,11 @@ class GradientObserver:
         if not own.step.num_forward:  # The whole model is in evaluation mode.
             own.note_modes()
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
-        saved = {*names}
-        if not own.is_updated:  # Also of weights that no optimizer may have.
-            others = [x for x in own.variables.optimizers if x is not optimizer]
-            of_others = {name for other in others for name in own.variables.names_of(other)}
-            saved |= own.weights.keys() - own.step.updated - of_others
         for index, arrays in (own.step.unclipped or {}).items():
-            if [*own.weights][index] in saved:
+            if [*own.weights][index] in names:
                 own.put("unclipped", index, arrays)
         own.save_set({*names} - own.step.updated)
         own.save_gradients("clipped", names, scale)
-        own.save_gradients("clipped", saved - {*names})  # A scaler leaves these scaled.
         self.settings[id(optimizer)] = own.variables.groups_of(optimizer)
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
@@ -286,26 +261,23 @@ class GradientObserver:
             return
         own.variables.note_step(optimizer)
         own.step.settings += settings
-        is_first, own.is_updated, own.at_turn = not own.is_updated, True, None
-        own.called_others.clear()
+        own.is_updated, own.step.was_called_again = True, False
         own.step.updated.update(names)
         if own.is_on:
-            self._save_after(optimizer, names, is_first)
+            self._save_after({*names})
         self.on_update()
         if not own.step.is_differentiated and own.variables.have_stepped(own.variables.optimizers):
             own.end()  # The next step begins now, as no forward pass shows where.
             if own.is_on:
                 own.begin(is_forward=True)
 
-    def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
-        """Saves what an update leaves; within a backward pass, once at its end."""
+    def _save_after(self, names: set[str]) -> None:
+        """Saves what an update leaves; what others have updated was saved after their updates."""
         own = self.recording
-        if own.depth:
-            self.has_after_left = True
-            return
-        pairs = [*own.variables.of_model(), *own.variables.of_optimizers()]
-        wanted = {*names}
-        if not is_first:  # What another optimizer has updated was saved after its update.
-            known = own.step.updated - wanted
-            pairs = [pair for pair in pairs if pair[0].get("of", pair[0]["name"]) not in known]
+        known, pairs = own.step.updated - names, []
+        for pair in (*own.variables.of_model(), *own.variables.of_optimizers()):
+            name = pair[0].get("of", pair[0]["name"])
+            # Within a backward pass, each weight may have an optimizer: the first saves the others.
+            if name in names or not (known and (own.depth or name in known)):
+                pairs.append(pair)
         own.save_variables("after", pairs)

@@ -10,17 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import Hooks
-from lockstep.recorders.torch.private import in_transform, tree_leaves, uncompiled
-from lockstep.recorders.torch.recording import Recording, called_in, copied
+from lockstep.recorders.torch.private import in_transform, tree_leaves
+from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import (
     Hook,
     computed_in,
-    is_dtensor,
     local,
     random_states,
     take,
-    to_array,
-    whole_numbers,
     with_rows,
 )
 
@@ -40,8 +37,7 @@ class ForwardObserver:
         self.inverse: Tensor | None = None
         self.of_last_layer: list[Tensor] = []
         self.num_rows = 0
-        self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
-        self.calls_whole = False
+        self.is_reduced = False  # Whether DDP reduces the gradients of this forward pass.
         self.outer: nn.Module | None = None  # The model whose forward pass is recorded now.
 
     def install_always(self, hooks: Hooks) -> None:
@@ -50,30 +46,6 @@ class ForwardObserver:
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
         for model in own.called:
             hooks.callback(model.register_forward_pre_hook(Hook(self._before), **options).remove)
-            # A script can call these in place of the whole.
-            for part in (x for child in uncompiled(model).children() for x in called_in(child)):
-                hooks.callback(part.register_forward_pre_hook(Hook(self._before_part)).remove)
-        for name, other in own.variables.others.items():
-            if isinstance(other, nn.Module):
-                note = Hook(functools.partial(self._note_other, name))
-                hooks.callback(other.register_forward_pre_hook(note).remove)
-
-    def _before_part(self, part: nn.Module, *_: Any) -> None:
-        """Begins a step of a training that calls parts of the model, and never the whole."""
-        own = self.recording
-        is_other = self.calls_whole or own.is_ignored or own.depth or in_transform()
-        if is_other or not (part.training and torch.is_grad_enabled()):
-            return
-        if own.is_over():
-            own.end()
-        own.step.has_graph = True
-        if own.is_on:
-            own.begin(is_forward=True)
-
-    def _note_other(self, name: str, *_: Any) -> None:
-        """Notes that a further module has been called with gradients."""
-        if torch.is_grad_enabled():
-            self.recording.called_others.add(name)
 
     def install(self) -> None:
         """Installs the hooks of steps that are recorded."""
@@ -85,23 +57,15 @@ class ForwardObserver:
             add(layer.register_forward_hook(Hook(self._note_dtype)))
         for ddp in own.ddps:
             add(ddp.register_forward_pre_hook(Hook(self.before_ddp)))
-            add(ddp.register_forward_hook(Hook(lambda *_: setattr(self, "is_in_ddp", False))))
 
     def before_ddp(self, ddp: Any, *_: Any) -> None:
         """Notes whether DDP reduces the gradients of the forward pass that begins."""
-        self.is_in_ddp, self.is_reduced = True, ddp.require_backward_grad_sync
+        self.is_reduced = ddp.require_backward_grad_sync
 
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         own = self.recording
-        if not torch.is_grad_enabled() or own.is_ignored:
-            return None
-        self.calls_whole = True
-        if in_transform():
-            text = "the model is called within torch.func, whose tensors cannot be recorded"
-            seen = "of this pass, only gradients that are applied are seen"
-            warnings.warn(f"{text}: {seen}", stacklevel=2)
-            own.step.is_transformed = True
-            return None
+        if not torch.is_grad_enabled() or own.is_ignored or in_transform():
+            return None  # Tensors of `torch.func` have no numbers.
         if own.depth and own.step.num_forward:
             return None  # Checkpointing computes the pass again.
         if own.depth and own.is_updated:
@@ -112,23 +76,19 @@ class ForwardObserver:
             return None  # One model calls another.
         if own.is_over():
             own.end()
-        own.step.was_called, self.outer = True, module
-        if not module.training:
-            own.step.is_evaluated = True
-            return None
-        return self._before_recorded(args, options) if own.is_on else None
+        own.step.was_called, own.step.was_called_again = True, own.is_updated
+        self.outer = module
+        return self._before_recorded(args, options) if own.is_on and module.training else None
 
     def _before_recorded(self, args: Any, options: Any) -> Any:
         own = self.recording
-        if own.is_skipped():
-            own.skip()
-            own.step.was_called = True
         own.begin(is_forward=True)
         step, is_inner = own.step, own.step.outside is not None
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
             step.arrays, self.inverse = step.outside or {}, None
             step.num_forward -= 1
-        step.outside, self.of_last_layer = copied(step.arrays), []
+        step.outside = {group: {**arrays} for group, arrays in step.arrays.items()}
+        self.of_last_layer = []
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         sizes = own.placement.row_sizes = next((local(x).shape for x in batch if x.dim()), ())
         self.num_rows = sizes[0] if sizes else 0
@@ -149,16 +109,8 @@ class ForwardObserver:
             if own.is_updated:
                 step.calls.append(f"update {len(step.settings)}")
             step.calls.append("forward")
-            step.passes.append(self._way())
+            step.passes.append("ddp" if self.is_reduced else "")
         return args, options
-
-    def _way(self) -> str:
-        """Returns how the gradients of a forward pass are reduced."""
-        if not self.recording.ddp:
-            return ""
-        if not self.is_in_ddp:
-            return "module"
-        return "ddp" if self.is_reduced else "no_sync"
 
     def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""
@@ -182,8 +134,6 @@ class ForwardObserver:
         if not outputs and (own.placement.dims["outputs"] or not (mesh and mesh.model)):
             outputs = self.of_last_layer  # On a mesh, it may be a part, of which nothing is known.
         self._save_outputs(outputs)
-        if outputs and not (own.sample or mesh):
-            own.add("y_other", whole_numbers(output, self.num_rows))
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else take(output, inverse, len(inverse))
 
@@ -203,8 +153,7 @@ class ForwardObserver:
         for x in outputs:
             own.add("y_pred", [x])
             # Stays 0 if the loss does not use it.
-            zeros = torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)
-            index = own.add("y_grad", [zeros])
+            index = own.add("y_grad", [torch.zeros_like(x)])
             if x.requires_grad and own.placement.knows_loss:
                 # The model itself may use an output, as that of an encoder: hook what it has used.
                 for source, rows in own.sources.pop(id(x), [(x, None)]):
@@ -220,7 +169,7 @@ class ForwardObserver:
                 whole = gradient.new_zeros(len(kept[""]), *gradient.shape[1:])
                 gradient = whole.index_copy(0, rows, gradient)
             text = place.placements.get(f"y_grad/{index}", "")
-            array = to_array(own.rows("y_grad", gradient, text)) / (step.scale * place.num_parts)
+            array = own.rows(gradient, text) / (step.scale * place.num_parts)
             kept[""] = kept[""] + array if kept[""].shape == array.shape else array
-            if not place.place("y_grad", index, gradient):
+            if place.place("y_grad", index, gradient) is None:
                 kept.clear()  # A DTensor that is split in another way than the output.

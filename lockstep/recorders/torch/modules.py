@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from lockstep.data.trace import OF_MODULES
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.private import in_transform, number_of
-from lockstep.recorders.torch.values import Hook, floating, to_array
-
-if TYPE_CHECKING:
-    from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.values import Hook, floating
 
 MOST_BYTES = 2**30  # Of the arrays of all modules in a step; those of a pattern may have more.
 
@@ -34,15 +32,13 @@ class Modules:
         pattern: True for all modules, or a pattern of their names.
     """
 
-    def __init__(self, recording: "Recording", pattern: bool | str) -> None:
+    def __init__(self, recording: Recording, pattern: bool | str) -> None:
         self.recording = recording
         self.names = list[str]()  # The modules in the order of their first call.
-        self.now: Any = None  # The arrays of the step.
         # The examples of the batch that the model computes now, and the size of the batch.
         self.rows: tuple[Tensor, int] | None = None
-        self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
-        self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
-        self.num_bytes, self.most_bytes = 0, MOST_BYTES if pattern is True else np.inf
+        self.open = dict[str, tuple[Any, ...]]()  # Those that compute now.
+        self.most_bytes = MOST_BYTES if pattern is True else np.inf  # Below 0 once left out.
         wanted = "*" if pattern is True else str(pattern)
         named = recording.module.named_modules()
         self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
@@ -57,19 +53,14 @@ class Modules:
             add(module.register_forward_hook(after))
 
     def _before(self, name: str, module: nn.Module, args: Any, options: Any = ()) -> None:
-        own = self.recording
-        if own.step.outside is None or torch.compiler.is_compiling() or in_transform():
+        own, step, rows = self.recording, self.recording.step, self.rows
+        is_hidden = step.outside is None or torch.compiler.is_compiling() or in_transform()
+        if is_hidden or self.most_bytes < 0:
             return
-        if self.num_bytes > self.most_bytes:
+        place = f"{step.num_forward - 1}:{name}"
+        if (place, id(rows)) in step.called:
             return
-        if self.now is not own.step.arrays:  # Another step, or attempt at it.
-            self.now, self.seen, self.defaults, self.unknown = own.step.arrays, set(), set(), set()
-            self.num_bytes = 0
-        place = f"{own.step.num_forward - 1}:{name}"
-        rows = self.rows
-        if (place, id(rows)) in self.seen:
-            return
-        self.seen.add((place, id(rows)))
+        step.called.add((place, id(rows)))
         self.names += [] if name in self.names else [name]
         keep = functools.partial(self._keep, place, rows, own.number)
         inputs = floating((args, options))
@@ -78,8 +69,7 @@ class Modules:
             keep("module_in", inputs[0])
             edge = inputs[0].grad_fn, inputs[0].output_nr
         if edge[0] is not None:  # The gradient stays 0 if the module does not send one.
-            zeros = torch.zeros_like(inputs[0], requires_grad=False)
-            keep("module_in_grad", zeros, is_default=True)
+            keep("module_in_grad", torch.zeros_like(inputs[0], requires_grad=False))
         nodes = [x.grad_fn for x in inputs if x.grad_fn is not None]
         self.open[name] = keep, edge, max((number_of(x) for x in nodes), default=0)
 
@@ -90,8 +80,7 @@ class Modules:
             return
         keep("module_out", outputs[0])
         if outputs[0].requires_grad:
-            zeros = torch.zeros_like(outputs[0], requires_grad=False)
-            keep("module_out_grad", zeros, is_default=True)
+            keep("module_out_grad", torch.zeros_like(outputs[0], requires_grad=False))
             outputs[0].register_hook(lambda gradient: keep("module_out_grad", gradient))
         for node, index in _nodes_to(edge, outputs, number) if edge[0] else ():
 
@@ -100,10 +89,7 @@ class Modules:
 
             node.register_hook(of_edge)
 
-    def _keep(
-        self, place: str, rows: Any, step: int, kind: str, value: Tensor | None,
-        is_default: bool = False,
-    ) -> None:  # fmt: skip
+    def _keep(self, place: str, rows: Any, step: int, kind: str, value: Tensor | None) -> None:
         """Adds an array of the whole batch, or of some rows of it, to what was kept before.
 
         Args:
@@ -112,21 +98,19 @@ class Modules:
             step: The step of the forward pass.
             kind: The kind of the array.
             value: The array, or the part of it that this process has.
-            is_default: Whether it is replaced by the next one.
         """
         own, key = self.recording, f"{kind}/{place}"
-        if value is None or step != own.number or not own.is_on or not own.step.arrays:
-            return
-        if self.num_bytes > self.most_bytes:
+        is_over = step != own.number or not own.is_on or not own.step.arrays
+        if value is None or is_over or self.most_bytes < 0:
             return
         placements, text = own.placement.placements, own.placement.text_of(kind, place, value)
-        kept = own.kept(kind).get(place, {})
-        is_first, before = not kept or key in self.defaults, placements.get(key, "")
-        if key in self.unknown or text is None or not (is_first or text == before):
-            self.unknown.add(key)  # Parts of a sum that are split in several ways.
+        kept, before = own.kept(kind).get(place, {}), placements.get(key, "")
+        is_first = not kept or not kept[""].any()  # The first gradient takes the place of zeros.
+        if key in own.step.unknown or text is None or not (is_first or text == before):
+            own.step.unknown.add(key)  # Parts of a sum that are split in several ways.
             own.kept(kind).pop(place, None)
             return
-        array = to_array(own.rows(kind, value, text))
+        array = own.rows(value, text)
         array = array / (own.step.scale * own.placement.num_parts) if "_grad" in kind else array
         if rows is not None:
             numbers, size = rows[0].cpu().numpy(), rows[1]
@@ -137,19 +121,18 @@ class Modules:
             whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
             array = whole.reshape(-1, *array.shape[1:])
         if not kept:
-            self.num_bytes += array.nbytes
-            if self.num_bytes > self.most_bytes:
+            own.step.num_module_bytes += array.nbytes
+            if own.step.num_module_bytes > self.most_bytes:
                 self._leave_out()
                 return
-        is_whole = is_first and rows is None
-        own.put(kind, place, {"": array if is_whole else kept.get("", 0) + array})
+        own.put(kind, place, {"": array if is_first else kept[""] + array})
         placements |= {key: text} if text or before else {}
-        (self.defaults.add if is_default else self.defaults.discard)(key)
 
     def _leave_out(self) -> None:
         """Drops the arrays of this step, and stops to record modules, with a warning."""
         for kind in OF_MODULES:
             self.recording.kept(kind).clear()
+        self.most_bytes = -1
         text = (
             f"inputs and outputs of all modules have more than {MOST_BYTES >> 20:,} MiB in a step"
         )

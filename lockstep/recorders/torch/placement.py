@@ -1,26 +1,26 @@
-"""Knows how the arrays of this process are parts of whole ones."""
+"""Knows the devices of all processes, and how the arrays of this one are parts of whole ones."""
 
-import contextlib
 import fnmatch
-import math
+import functools
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.data.about import Fault
 from lockstep.data.placement import Dimension, placement_from
+from lockstep.data.placement import Placement as Placed
 from lockstep.data.trace import OF_VARIABLES
-from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.layout import Mesh, mesh_of
 from lockstep.recorders.torch.private import (
     check_sharded,
     fsdp_groups,
     mesh_of_group,
+    root_mesh,
     sharded_weight,
     weights_of_group,
 )
@@ -29,6 +29,100 @@ from lockstep.recorders.torch.variables import Variables
 
 OF_ROWS = ("data", "y_pred", "y", "module_in", "module_out")  # And gradients by them.
 OF_LOSS = ("raw", "added", "sums", "loss", "y_grad", "module_in_grad", "module_out_grad")
+DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipeline.
+    re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
+    re.compile("(pp|pipe|stage)", re.IGNORECASE),
+)
+
+
+class Mesh:
+    """The devices on named axes, and the place of this process among them.
+
+    Args:
+        mesh: A `DeviceMesh` of all processes.
+        default: The name of its axis, if it has a single one without a name.
+    """
+
+    def __init__(self, mesh: Any, default: str) -> None:
+        self.ranks = np.array(mesh.mesh)  # The processes, as `torch.distributed` numbers them.
+        names = mesh.mesh_dim_names or [default] * (self.ranks.ndim == 1)
+        names = names or [f"axis{i}" for i in range(self.ranks.ndim)]
+        names = [re.sub(r"\W", "_", name) for name in names]
+        place = np.argwhere(self.ranks == dist.get_rank())
+        require(len(place), "mesh: does not have this process")
+        # Name of an axis → number of devices along it, and the position of this process.
+        self.sizes = dict(zip(names, self.ranks.shape, strict=True))
+        self.at = dict(zip(names, place[0].tolist(), strict=True))
+        self.rank = self.place(names)[0]  # The row-major position of this process.
+        # The axes that split the examples, other dimensions of the inputs, the layers of a
+        # pipeline, and weights only.
+        self.data, self.sequence, self.stages, self.model = (list[str]() for _ in range(4))
+        self._text = functools.cache(self._text_of)
+
+    def name_axes(self, reduced: set[str], inputs: Sequence[Dimension]) -> None:
+        """Finds the kinds of the axes.
+
+        Args:
+            reduced: Those over which DDP or FSDP2 reduces gradients.
+            inputs: The dimensions of the inputs; the first are the examples. What a user says of
+                them counts more than `reduced`: a model may split sequences that ranks share.
+        """
+        long = [axis for axis, size in self.sizes.items() if size > 1]
+        split = {axis for each in inputs[1:] for axis in each.axes}
+        data = {axis for each in inputs[:1] for axis in each.axes} or reduced
+        data = data or {axis for axis in self.sizes if DATA.match(axis)}
+        self.data = [axis for axis in self.sizes if axis in data - split]
+        self.sequence = [axis for axis in long if axis in split]
+        self.stages = [axis for axis in long if STAGES.match(axis) and axis not in self.data]
+        known = {*self.data, *self.sequence, *self.stages}
+        self.model = [axis for axis in long if axis not in known]
+
+    def place(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Returns the row-major position of this process along axes, and the number of them."""
+        found, number = 0, 1
+        for axis in axes:
+            found, number = found * self.sizes[axis] + self.at[axis], number * self.sizes[axis]
+        return found, number
+
+    def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...] | None:
+        """Returns the axes along which these processes are, of which this one is one."""
+        long = [axis for axis, size in self.sizes.items() if size > 1]
+        for number in range(len(long) + 1):
+            for axes in itertools.combinations(long, number):
+                along = (slice(None) if axis in axes else i for axis, i in self.at.items())
+                if self.ranks[tuple(along)].flatten().tolist() == [*ranks]:
+                    return axes
+        return None
+
+    def text_of(self, value: Any) -> str | None:
+        """Returns how the local part of a DTensor is part of it; None if there is no text."""
+        return self._text(value.device_mesh, tuple(value.placements), value.dim())
+
+    def _text_of(self, mesh: Any, placements: Sequence[Any], ndim: int) -> str | None:
+        ranks = np.array(mesh.mesh)
+        (place,) = np.argwhere(ranks == dist.get_rank())
+        split: list[list[tuple[str, int]]] = [[] for _ in range(ndim)]  # Text and size of axes.
+        sums = ""
+        for i, placement in reversed([*enumerate(placements)]):
+            along = (slice(None) if i == k else at for k, at in enumerate(place))
+            axes = self.axes_of(ranks[tuple(along)].tolist())
+            if axes is None:
+                return None
+            if axes and hasattr(placement, "dim"):
+                own, number, factor = split[placement.dim], 0, getattr(placement, "split_factor", 1)
+                while factor > 1 and number < len(own):  # FSDP2 splits what others have split.
+                    number, factor = number + 1, factor // own[number][1]
+                if factor != 1:
+                    return None
+                own.insert(number, (",".join(axes), ranks.shape[i]))
+            elif axes and (name := getattr(placement, "reduce_op", "")):
+                if name not in ("sum", "avg") or type(placement).__name__ != "Partial":
+                    return None
+                sums += f" {'sum' if name == 'sum' else 'mean'}({','.join(axes)})"
+        if not (sums or any(split)):
+            return ""
+        texts = (f"[{','.join(text for text, _ in own)}]" if own else "" for own in split)
+        return " ".join(f"d{k}{text}" for k, text in enumerate(texts)) + sums
 
 
 class Placement:
@@ -132,29 +226,12 @@ class Placement:
         found = placement.places(whole.shape, self.sizes, self.at)
         return whole if found is None else whole[np.ix_(*found)]
 
-    def place(self, kind: str, index: Any, value: Tensor) -> bool:
-        """Notes how an array is part of the whole one; returns whether this is known."""
+    def place(self, kind: str, index: Any, value: Tensor) -> Placed | None:
+        """Notes and returns how an array is part of the whole one; None if this is not known."""
         text = self.text_of(kind, index, value)
         self.placements.pop(f"{kind}/{index}", None)
         self.placements |= {f"{kind}/{index}": text} if text else {}
-        return text is not None
-
-    def whole_shape(self, kind: str, index: Any, value: Tensor) -> tuple[int, ...]:
-        """Returns the shape of the whole array of which a tensor is a part, once it is placed."""
-        text = "" if is_dtensor(value) else self.placements.get(f"{kind}/{index}", "")
-        return placement_from(text, self.sizes).whole_shape(value.shape, self.sizes)
-
-    def split_sums(self, kind: str, index: Any, shape: Sequence[int]) -> Indices | None:
-        """Notes that samples of the parts of an array are summands of that of the whole.
-
-        Returns:
-            For each dimension, the places of this process' part in the whole; None for all.
-        """
-        key = f"{kind}/{index}"
-        placement = placement_from(self.placements.get(key, ""), self.sizes)
-        if key in self.placements:
-            self.placements[key] = placement.of_sample
-        return placement.places(shape, self.sizes, self.at)
+        return None if text is None else placement_from(text, self.sizes)
 
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""
@@ -170,8 +247,6 @@ class Placement:
             text = self.mesh.text_of(value)
         elif kind.removesuffix("_grad") in OF_ROWS:
             text = self._text_of_rows(kind, value)
-            if kind.startswith("module_"):
-                text = self._text_of_layer(kind, index.partition(":")[2], value, text)
         elif self.texts and kind in OF_VARIABLES:
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
@@ -185,45 +260,28 @@ class Placement:
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
         return text
 
-    def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str | None:
-        """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""
-        assert self.mesh
-        weight = self.variables.weights.get(f"{name}.weight", torch.zeros(1))
-        of_weight, size = self.given(f"{name}.weight"), 1
-        if is_dtensor(weight):  # The module may give its local output.
-            of_weight = self.mesh.text_of(weight) or ""
-        dims = placement_from(of_weight, self.sizes).dimensions
-        if len(dims) != 2 or not value.dim():
-            return text
-        side = int("_in" in kind)  # Of the weight: outputs come first.
-        words = text.split() or [f"d{k}" for k in range(value.dim())]
-        axes = [axis for axis in dims[side].axes if axis not in self.mesh.data]
-        if is_dtensor(weight):
-            size = math.prod(self.sizes[axis] for axis in axes)
-        if axes and value.shape[-1] * size == weight.shape[side]:
-            words[-1] = f"{dims[side].blocks}*d[{','.join(axes)}]"
-        is_plain = type(self.module.get_submodule(name)) is nn.Linear and not is_dtensor(weight)
-        if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
-            words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
-        found = " ".join(words)
-        with contextlib.suppress(Fault):  # Two rules say different things: an axis is there twice.
-            placement_from(found, self.sizes)
-            return found
-        return None
-
     def _text_of_rows(self, kind: str, value: Tensor) -> str:
         """Returns how inputs or outputs are split: like the first input in dimensions as long."""
         left = [*zip(self.dims["inputs"], self.row_sizes, strict=False)]
         outputs = self.dims["outputs"]
         if kind[:2] == "y_" and len(outputs) == value.dim():
             return " ".join(each.text for each in outputs)
-        model = self.mesh.model if self.mesh and kind.startswith("module_") else ()
         found = []
-        for k, size in enumerate(value.shape if left or model else ()):
+        for k, size in enumerate(value.shape if left else ()):
             same = next((each for each in left if each[1] == size), None)
             left = [each for each in left if each is not same]
             found.append(same[0].text if same else f"d{k}")
-            for axis in model if k and not same else ():
-                if [size * self.sizes[axis]] == [*self.row_sizes[k : k + 1]]:  # Of the sequence.
-                    found[-1] = f"d{k}[{axis}]"
         return " ".join(found)
+
+
+def mesh_of(mesh: Any, meshes: Sequence[Any], weights: Any) -> Mesh | None:
+    """Returns the devices of all processes; None if the weights are not split."""
+    found = [p.device_mesh for p in weights if is_dtensor(p)]
+    found = [mesh] if mesh is not None else [*found, *meshes]
+    roots = [root_mesh(x) for x in found]
+    root, number = max(roots, key=lambda x: x.mesh.numel(), default=None), dist.get_world_size()
+    if root is None or root.mesh.numel() == number == 1:
+        return None
+    what = f"mesh: has {root.mesh.numel()} of {number} processes"
+    require(root.mesh.numel() == number, f"{what}; pass a mesh of all, of which others are parts")
+    return Mesh(root, "data" if meshes else "axis0")

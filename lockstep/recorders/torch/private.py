@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.utils import _pytree
 
 from lockstep.recorders import common
@@ -22,7 +23,7 @@ _method = functools.partial(common.method, _NAME)
 Targets = list[tuple[Any, str, Callable[..., Any]]]  # Owner, name, and what is called in its place.
 
 tree_leaves, tree_map_only = (private(_pytree, x) for x in ("tree_leaves", "tree_map_only"))
-buffers_of = _attribute("_buffers")  # Those of a module itself, in a form to replace them.
+with_buffers = private(stateless, "_reparametrize_module")  # In a `with` block, by their names.
 _version = _attribute("_version")  # Of a tensor.
 number_of = _method("_sequence_nr")  # Of a node of the graph: a later one has a larger number.
 _transform = private(private(torch._C, "_functorch"), "peek_interpreter_stack")

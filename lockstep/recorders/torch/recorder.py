@@ -52,7 +52,7 @@ class Recorder:
             classes = [str(layer.get("class")) for layer in self.replay.trace.about.layers]
             is_local = not any("SyncBatchNorm" in name for name in classes)
             require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
-            self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
+            self.shards = ShardRunner(own, self.replay, self.modules)
         own.begin, own.end = self._begin, self._end_step
         self.forward = ForwardObserver(own, request.permute)
         self.gradients = GradientObserver(own, self.forward, self._prepare)
@@ -117,7 +117,7 @@ class Recorder:
                     own.add("own_random", random_states())
                 self.replay.load()
             else:
-                self._warn_of_no_forward_pass()
+                self._warn_of_no_forward_pass(self.replay)
         if self.shards:
             self.shards.begin()
         own.save_variables("before", variables.all())
@@ -125,17 +125,12 @@ class Recorder:
         if self.request.keeps_start and not own.per_step["steps"]:
             own.save_variables("start", variables.all())
 
-    def _warn_of_no_forward_pass(self) -> None:
-        seen = "no forward pass was seen; call model, in train mode"
-        if self.recording.step.is_evaluated:
-            seen = "the model is called in evaluation mode; call model.train() before it"
-        elif not self.recording.step.is_differentiated:
-            seen = "without autograd, the first step begins at its update"
-        text = f"{self.path}: replay: step {self.recording.number}: {seen}; nothing is loaded"
+    def _warn_of_no_forward_pass(self, replay: Replay) -> None:
+        own = self.recording
+        text = "no forward pass in training mode was seen; call model, after model.train()"
+        text = f"{self.path}: replay: step {own.number}: {text}; nothing is loaded"
         warnings.warn(text, stacklevel=2)
-        if self.replay:
-            names = (variable["name"] for variable, _ in self.recording.variables.all())
-            self.replay.not_loaded |= dict.fromkeys(names)
+        replay.not_loaded |= dict.fromkeys(each["name"] for each, _ in own.variables.all())
 
     def _end_step(self) -> None:
         """Keeps the arrays of a step whose weights were updated, and begins the next one."""
@@ -145,14 +140,13 @@ class Recorder:
             own.save_ids(ids)
             own.save_variables("after", own.variables.of_others())
             own.save_left()
-            cleared = step.losses[: step.num_cleared]
-            for index, losses in enumerate(x for x in (step.losses, cleared) if x):
-                own.save("loss", index, sum(losses))
+            if step.losses:
+                own.save("loss", 0, sum(step.losses))
             if self.shards:
                 self.shards.end(self.path)
             own.keep()
         own.number += 1
-        own.is_updated, own.at_turn = False, None
+        own.is_updated = False
         own.variables.end_step()
         self._start_step()
 
@@ -167,8 +161,6 @@ class Recorder:
         own = self.recording
         if own.output.has_failed:
             return
-        if own.is_skipped(at_the_end=True):
-            own.skip()
         missing = sorted(own.wanted - own.dropped - {*own.per_step["steps"]})
         if len(missing) > own.num_skipped:
             text = f"{self.path}: the training ended before steps {missing}"
@@ -182,13 +174,11 @@ class Recorder:
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
-        described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
-        wrapper = "fully_shard" if place.of_fsdp else wrapper
+        described = own.variables.described
         layers = [*layers_of(own.module.named_modules()), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
-            "wrapper": wrapper,
             "variables": list(described.values()),
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",
@@ -247,14 +237,15 @@ def record(
         path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
             None: only runs of `assert_same_training` are recorded.
         model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2), or
-            a list of several. In one without `forward`, the script calls the modules that it has.
+            a list of several, as of the parts that it calls in place of the whole. In one without
+            `forward`, the script calls the modules that it has.
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
             once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
         steps: Numbers of the steps to record, from 0; or the number of first steps to record. A
             step ends at the next forward pass of a model, or with the recording. Each optimizer of
             a list updates once in a step; if one does so twice before others do, each update is a
-            step, and a later one is recorded in place of that in which this is seen.
+            step, and later ones are recorded in place of those before this is seen.
         replay: Trace whose weights and statistics are loaded before each recorded step; with the
             same class of optimizer also its state, with as many replicas also the random state.
             What does not fit is not loaded, which a warning says.

@@ -1,7 +1,6 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
 import collections
-import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from lockstep.recorders.torch.private import (
     version_of,
 )
 from lockstep.recorders.torch.samples import rows_sampled, sample_of
-from lockstep.recorders.torch.values import local, to_array
+from lockstep.recorders.torch.values import is_dtensor, local, to_array
 from lockstep.recorders.torch.variables import Variables
 
 # Kinds that stay as they are when they are saved, and are most of a step.
@@ -57,11 +56,6 @@ def unwrapped(model: Any) -> Any:
 Arrays = dict[str, dict[Any, dict[str, Any]]]
 
 
-def copied(arrays: Arrays) -> Arrays:
-    """Returns a copy to which arrays can be added."""
-    return {group: dict(own) for group, own in arrays.items()}
-
-
 class Step:
     """What was seen of a step since its begin, or since GradScaler skipped its update."""
 
@@ -69,7 +63,6 @@ class Step:
         self.arrays: Arrays = {}
         self.outside: Arrays | None = None  # During a forward pass, the arrays from before it.
         self.losses = list[Tensor]()  # Of the backward passes.
-        self.num_cleared = 0  # The script cleared the gradients of so many of the first ones.
         self.calls = list[str]()  # Those that make gradients.
         self.passes = list[str]()  # For each forward pass, how its gradients are reduced.
         self.settings: list[dict[str, Any]] = []  # Groups of optimizers, in the order of updates.
@@ -84,17 +77,15 @@ class Step:
         self.num_forward, self.num_bytes = 0, 0  # Forward passes in train mode; of outputs.
         self.scale = 1.0  # The factor of the loss.
         self.unscaled = set[str]()  # Names of the weights whose gradients are no longer scaled.
-        self.was_called = self.is_evaluated = False  # The model was called; in evaluation mode.
-        self.has_graph = False  # A part of the model was called, or a backward pass has begun.
-        self.is_transformed = False  # `torch.func` has called the model.
+        self.was_called = self.was_called_again = False  # The model; since the last update.
+        self.has_graph = False  # A backward pass has begun.
+        # Of recorded modules: the calls, the arrays that cannot be added, and the number of bytes.
+        self.called, self.unknown, self.num_module_bytes = set[Any](), set[str](), 0
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether autograd computes gradients: not those of `torch.func`, nor of losses alone.
-
-        Beside `torch.func`, a call of the model alone may be that of a loss that is shown.
-        """
-        return self.has_graph or (self.was_called and not self.is_transformed)
+        """Whether autograd computes gradients: not `torch.func`, and not from losses alone."""
+        return self.has_graph or self.was_called
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the gradient of a weight."""
@@ -128,14 +119,9 @@ class Recording:
         self.is_ignored = False  # Whether forward passes are not those of the training.
         self.depth = 0  # Backward passes that are computed now, one within another.
         self.is_updated = False  # Whether an optimizer has updated a weight in this step.
-        # Optimizers that each update once in a step; unless one updates twice before others do, so
-        # that each update is a step: then, `at_turn` has what was seen before the first forward
-        # pass after the last update.
-        found = self.variables.optimizers if len(called) > 1 else []
-        self.together = [*(self.variables.given or found)]
-        self.takes_turns = len(self.together) < 2
-        self.at_turn: Step | None = None
-        self.called_others = set[str]()  # Further modules that were called since the last update.
+        # Optimizers that each update once in a step; none if each update is a step.
+        found = self.variables.given or (self.variables.optimizers if len(called) > 1 else [])
+        self.together = [*found] if len(found) > 1 else []
         self.dropped = set[int]()  # Numbers of steps that cannot be recorded.
         self.num_skipped = 0  # Updates that were skipped, as gradients overflow.
         self.hooks, self.has_hooks = Hooks(), False  # Those of steps that are recorded.
@@ -153,34 +139,12 @@ class Recording:
 
         Several optimizers that are given, or those of several models, each update once in a step.
         """
-        has_all = self.takes_turns or self.variables.have_stepped(self.together)
-        if has_all or not self.is_updated:
-            return self.is_updated
-        if not self.at_turn:
-            self.at_turn = Step()
-            vars(self.at_turn).update({name: copy.copy(x) for name, x in vars(self.step).items()})
-            self.at_turn.arrays = copied(self.step.arrays)
-        return False
+        return self.is_updated and self.variables.have_stepped(self.together)
 
     def skip(self) -> None:
-        """Forgets what was seen of a step whose update is skipped."""
+        """Forgets what was seen of a step whose update GradScaler skips."""
         self.num_skipped += bool(self.step.losses)
         self.step = Step()
-
-    def is_skipped(self, *, at_the_end: bool = False) -> bool:
-        """Returns whether gradients overflow, which the script has discarded without an update.
-
-        Args:
-            at_the_end: whether the training has ended, and the script need not discard them.
-        """
-        is_kept = any(p.grad is not None for p in self.weights.values())
-        if self.is_updated or not self.step.losses or (is_kept and not at_the_end):
-            return False
-        # Outputs and modules may have masks of -inf.
-        groups = [own for group, own in self.step.arrays.items() if group[:2] not in ("y_", "mo")]
-        arrays = [x for own in groups for each in own.values() for x in each.values()]
-        arrays += map(to_array, self.step.losses)
-        return not all(np.isfinite(x).all() for x in arrays if isinstance(x, np.ndarray))
 
     def drop(self, *, is_replaced: bool = False) -> None:
         """Leaves the step out of the file; `is_replaced` records a later one in its place."""
@@ -284,40 +248,41 @@ class Recording:
 
         Without `copy`, they may share the memory of the value.
         """
-        whole = value
-        if isinstance(value, Tensor):
-            if not self.placement.place(kind, index, value):
-                return {}
-            value = local(value)
-            if kind in OF_VARIABLES and value.layout != torch.strided:
-                value = value.to_dense()  # As the momentum of a sparse gradient.
-        if scale != 1 and value is not None:
-            value = value / float(scale)
-        if isinstance(value, Tensor) and self.sample:
-            if kind in SAMPLED:
-                shape = self.placement.whole_shape(kind, index, whole)
-                if self.sample.takes(shape):
-                    self.shapes[f"{kind}/{index}"] = shape
-                    value = value.to_dense() if value.layout != torch.strided else value
-                    part = self.placement.split_sums(kind, index, shape)
-                    return sample_of(self.sample, value.detach(), shape, part)
-            value = self.rows(kind, value, self.placement.placements.get(f"{kind}/{index}", ""))
-        if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
+        if not isinstance(value, Tensor):
+            is_number = isinstance(value, int | float)
+            return {"": to_array(torch.as_tensor(value))} if is_number else {}
+        place, key = self.placement, f"{kind}/{index}"
+        placed = place.place(kind, index, value)
+        if placed is None:
+            return {}
+        shape = value.shape if is_dtensor(value) else placed.whole_shape(value.shape, place.sizes)
+        is_sampled = self.sample is not None and kind in SAMPLED and self.sample.takes(shape)
+        value = local(value) / float(scale) if scale != 1 else local(value)
+        if is_sampled or kind in OF_VARIABLES:  # As the momentum of a sparse gradient.
+            value = value.to_dense()
+        if self.sample and is_sampled:
+            self.shapes[key] = tuple(shape)
+            if key in place.placements:  # Samples of parts are summands of that of the whole.
+                place.placements[key] = placed.of_sample
+            part = placed.places(shape, place.sizes, place.at)
+            return sample_of(self.sample, value.detach(), shape, part)
+        if has_rows(kind):
+            return {"": self.rows(value, place.placements.get(key, ""))}
+        if value.is_sparse and value.sparse_dim() == 1:
             return {
                 "/values": to_array(values_of_sparse(value)),
                 "/indices": to_array(indices_of_sparse(value)[0]),
                 "/rows": np.array(len(value)),
             }
-        is_number = isinstance(value, Tensor | int | float)
-        return {"": to_array(torch.as_tensor(value), copy=copy)} if is_number else {}
+        return {"": to_array(value, copy=copy)}
 
-    def rows(self, kind: str, value: Tensor, text: str) -> Tensor:
+    def rows(self, value: Tensor, text: str) -> np.ndarray:
         """Returns outputs of the model, or of modules, with samples of long rows.
 
         Those that are split, which a text says, stay whole.
         """
-        if self.sample is None or not has_rows(kind) or text:
-            return value
+        if self.sample is None or text:
+            return to_array(value)
         return rows_sampled(self.sample, local(value).detach())
 
     def keep(self) -> None:

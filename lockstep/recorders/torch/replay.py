@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,9 +66,11 @@ class Replay:
         own = [Own(about, tuple(value.shape)) for about, value in pairs]
 
         def fits(index: int, array: np.ndarray) -> bool:
-            part = self._part(own[index].name, pairs[index][1], array)
+            name = own[index].name
+            part = self.placement.own_part(self.placement.given(name), pairs[index][1], array)
             if part.shape != own[index].shape:
-                self._ask(own[index].name, own[index].shape, array)
+                asked = self.placement.asked(name, own[index].shape, array.shape)
+                self.asked.setdefault(name, asked)
             return part.shape == own[index].shape
 
         is_part = bool(mesh and mesh.stages)
@@ -87,12 +89,6 @@ class Replay:
                     f"replay={self.name}: {asked}" if asked else states.unmatched(each)
                 )
         return sources
-
-    def _part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
-        return self.placement.own_part(self.placement.given(name), value, whole)
-
-    def _ask(self, name: str, shape: Sequence[int], whole: np.ndarray) -> None:
-        self.asked.setdefault(name, self.placement.asked(name, shape, whole.shape))
 
     # Examples and random numbers.
 
@@ -146,98 +142,79 @@ class Replay:
         known = {*self.not_loaded}
         for variable, value in self._own():
             name = variable["name"]
-            if any(name.startswith(f"{key}.") for key in self.recording.called_others):
-                self.not_loaded[name] = None  # The graph of this step has its values.
-                continue
             source = self.sources.get(name)
-            self._assign(name, value, source.of(before) if source else None)
+            array = source.of(before) if source else None
+            if array is not None:
+                self._loaded(name, self.placement.given(name), value, array)
+            elif self.states.framework == "torch":
+                self.not_loaded[name] = None
         if self.states.framework == "torch":
-            classes = self._classes(step)
+            groups = self.trace.about.settings[self.states.position(step)]
+            classes = {x: str(group.get("optimizer")) for group in groups for x in group["weights"]}
             for name, p in self.recording.weights.items():
                 self._load_state(name, p, before, classes)
         if new := [name for name in self.not_loaded if name not in known]:
             text = ", ".join(new[:_MOST_NAMED])
             text += f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-            why = "not in it, of another shape or optimizer, or used before the step began"
+            why = "not in it, or of another shape or optimizer"
             why += next((f"; {self.asked[name]}" for name in new if self.asked.get(name)), "")
             warnings.warn(
                 f"{self.path}: step {step}: not loaded from {self.name}: {text}: {why}",
                 stacklevel=2,
             )
 
-    def _assign(self, name: str, value: Any, array: np.ndarray | None) -> None:
-        """Assigns an array to a weight or statistic, if it fits."""
-        if array is not None and _assigned(value, self._part(name, value, array)) is not None:
-            return
-        if array is not None or self.states.framework == "torch":
-            self.not_loaded[name] = None
-
-    def _classes(self, step: int) -> dict[str, str]:
-        """Returns the name of a weight there → class of its optimizer in a step."""
-        about, found = self.trace.about, dict[str, str]()
-        usual = about.optimizer.get("class", "")
-        for group in about.settings[self.states.position(step)] if about.settings else ():
-            for name in group.get("weights", ()):
-                found.setdefault(name, group.get("optimizer", usual))
-        return {v.name: usual for v in about.variables} | found
-
     def _load_state(self, name: str, p: Tensor, before: Named, classes: Mapping[str, str]) -> None:
         """Loads the state of a weight into its optimizer, if that has the recorded class."""
         source = self.sources[name].key if name in self.sources else ""
         variables = ((self.trace.variables[key], array) for key, array in before.items())
-        slots = [(v, array) for v, array in variables if source and v.of == source]
+        slots = {v.slot: array for v, array in variables if source and v.of == source}
         owners = self.recording.variables.owners_of(name)
         same = [x for x in owners if type(x).__name__ == classes.get(source)]
-        # Of several that update it, the one that keeps such state.
-        known = {variable.slot for variable, _ in slots}
-        optimizer = max(
-            same or owners, key=lambda x: len(known & x.state.get(p, {}).keys()), default=None
-        )
+        optimizer = next(iter(same or owners), None)
         if optimizer is None:
             return
         old = optimizer.state.get(p, {})
         if same:
             optimizer.state.pop(p, None)
         else:  # One of another class may have some of the slots.
-            slots = [(v, array) for v, array in slots if v.slot in old]
+            slots = {slot: array for slot, array in slots.items() if slot in old}
         is_known = type(optimizer).__module__.partition(".")[0] == "torch"
         if slots and not old and not is_known:  # Which part of the state this rank has.
-            self.not_loaded |= dict.fromkeys(f"{name}/{v.slot}" for v, _ in slots)
+            self.not_loaded |= dict.fromkeys(f"{name}/{slot}" for slot in slots)
         elif slots:
-            state = dict(old)  # Keeps slots that the file lacks, as of another setting.
-            for v, array in slots:
+            state = optimizer.state[p] = {**old}  # With slots that the file lacks.
+            for slot, array in slots.items():
                 is_like = array.shape == before[source].shape
+                text = self.placement.given(name, slot, is_like=is_like)
                 new = torch.zeros_like(p) if is_like else torch.tensor(array)
-                value = new if old.get(v.slot) is None else old[v.slot]
-                self._load_slot(state, name, v.slot, value, array, is_like=is_like)
-            optimizer.state[p] = state
+                value = new if old.get(slot) is None else old[slot]
+                found = self._loaded(f"{name}/{slot}", text, value, array)
+                if found is not None:
+                    state[slot] = found
 
-    def _load_slot(
-        self, state: dict[str, Any], name: str, slot: str, value: Any, array: np.ndarray, *,
-        is_like: bool,
-    ) -> None:  # fmt: skip
-        """Puts an array, or the part of it that this rank has, into a slot that has a value.
+    def _loaded(self, name: str, text: str, value: Any, array: np.ndarray) -> Any:
+        """Returns a tensor or number with the values of an array, or of the part of this rank.
 
         Args:
-            state: the state of a weight, which changes.
-            name, slot: of the weight, and the key in `state`.
-            value: a tensor or number, which gets the values.
-            array: the whole array.
-            is_like: whether that has the shape of the whole weight.
+            name: Of the variable.
+            text: How it is a part of the whole array.
+            value: A tensor, which is changed, or a number.
+            array: The whole array.
+
+        Returns:
+            None if the array does not fit, which is noted.
         """
-        key = f"{name}/{slot}"
+        found: Any = None
         if isinstance(value, Tensor):
-            text = self.placement.given(name, slot, is_like=is_like)
             array = self.placement.own_part(text, value, array)
             found = _assigned(value, array)
-            if found is not None:
-                state[slot] = found
-                return
-            self._ask(key, tuple(value.shape), array)
+            if found is None:
+                self.asked.setdefault(name, self.placement.asked(name, value.shape, array.shape))
         elif isinstance(value, bool | int | float) and array.size == 1:
-            state[slot] = type(value)(array.item())
-            return
-        self.not_loaded[key] = None
+            found = type(value)(array.item())
+        if found is None:
+            self.not_loaded[name] = None
+        return found
 
 
 def _assigned(value: Tensor, array: np.ndarray) -> Tensor | None:

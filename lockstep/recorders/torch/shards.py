@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.recorders.common import require
 from lockstep.recorders.parts import places_of
 from lockstep.recorders.torch.modules import Modules
-from lockstep.recorders.torch.private import buffers_of, tree_leaves, tree_map_only
+from lockstep.recorders.torch.private import tree_leaves, tree_map_only, with_buffers
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Part, Replay
 from lockstep.recorders.torch.values import (
@@ -36,18 +36,14 @@ class ShardRunner:
     Args:
         recording: What has the model and the arrays.
         replay: The recording of the replicas.
-        seed: Of the permutation of examples; None without one.
         modules: Copies what modules compute; None without it.
     """
 
-    def __init__(
-        self, recording: Recording, replay: Replay, seed: int | None, modules: Modules | None
-    ) -> None:
-        self.recording, self.replay, self.seed, self.modules = recording, replay, seed, modules
+    def __init__(self, recording: Recording, replay: Replay, modules: Modules | None) -> None:
+        self.recording, self.replay, self.modules = recording, replay, modules
         self.parts: list[Part] = []  # Those of the step that are left.
         # Replica → name of a statistic → its value after the replica's passes in the step.
         self.buffers: dict[int, dict[str, Tensor]] = {}
-        self.found: list[tuple[Part, Tensor]] = []  # Those of the last forward pass.
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
@@ -56,7 +52,7 @@ class ShardRunner:
 
     def begin(self) -> None:
         """Reads the parts of a step."""
-        self.buffers, self.found = {}, []
+        self.buffers = {}
         parts = self.replay.parts(self.recording.number)
         self.parts = [part for part in parts if part.rows != []]
 
@@ -64,14 +60,14 @@ class ShardRunner:
         """Saves the statistics of each replica, or warns if the step did not have all parts."""
         own = self.recording
         known = own.variables.described
-        if not self.parts:
-            for replica, buffers in self.buffers.items():
-                pairs = [(known[x], real(value)) for x, value in buffers.items() if x in known]
-                own.save_variables("own_after", pairs, replica)
+        if self.parts:
+            text = f"step {own.number} has other examples than {self.replay.name}"
+            warnings.warn(f"{path}: {text}; not computed for each shard", stacklevel=2)
+            own.kept("shards").clear()
             return
-        text = f"step {own.number} has other examples than {self.replay.name}"
-        warnings.warn(f"{path}: {text}; not computed for each shard", stacklevel=2)
-        own.kept("shards").clear()
+        for replica, buffers in self.buffers.items():
+            pairs = [(known[x], real(value)) for x, value in buffers.items() if x in known]
+            own.save_variables("own_after", pairs, replica)
 
     def _forward(self, forward: Any, *args: Any, **options: Any) -> Any:
         """Replica 0 comes last: the model keeps its statistics, and the random state after it."""
@@ -79,7 +75,7 @@ class ShardRunner:
         own.sources.clear()
         batch = _tensors((args, options))
         is_recorded = own.is_on and own.step.outside is not None and batch
-        found = self._find_parts(batch) if is_recorded else []
+        found = self._find_parts(batch[0]) if is_recorded else []
         if not found:
             return forward(*args, **options)
         size, states, outputs, is_drawn = len(batch[0]), random_states(), [], False
@@ -122,8 +118,7 @@ class ShardRunner:
         training = [module for module in own.module.modules() if module.training]
         own.is_on = False
         try:
-            for module in training:
-                module.training = False
+            own.module.eval()
             joined, whole = _joined([*map(call, places)], places), call(torch.cat(places).sort()[0])
         finally:
             own.is_on = True
@@ -134,34 +129,19 @@ class ShardRunner:
             what = "which is no mean over examples, or draws numbers in evaluation mode"
             require(is_mean, NO_ROWS.format(what))
 
-    def _find_parts(self, inputs: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
+    def _find_parts(self, batch: Tensor) -> list[tuple[Part, Tensor]]:
         """Returns the parts that are this batch, and the places of their examples in it.
 
-        It is empty if the batch does not have the examples of whole parts. What another model has
-        computed has the parts of its examples.
+        It is empty if the batch does not have the examples of whole parts.
         """
-        batch = inputs[0]
-        if len(self.recording.called) > 1 and batch.grad_fn is not None:
-            left = {}
-            for part in reversed(self.parts):
-                if part.rows is None:
-                    left[part.replica] = part
-            found = [(left[p.replica], rows) for p, rows in self.found if p.replica in left]
-            is_whole = sum(len(rows) for _, rows in found) == len(batch)
-            return self._taken(found if is_whole else [])
         places = places_of(to_array(batch), [part.rows or [] for part in self.parts])
-        found = []
-        for part, rows in zip(self.parts, places, strict=True) if places else ():
-            if rows:
-                rows = rows if self.seed is None else sorted(rows)
-                found.append((part, torch.tensor(rows, device=batch.device)))
-        return self._taken(sorted(found, key=lambda pair: -pair[0].replica))
-
-    def _taken(self, found: list[tuple[Part, Tensor]]) -> list[tuple[Part, Tensor]]:
-        """Returns parts that are no longer left."""
-        self.parts = [part for part in self.parts if all(part is not taken for taken, _ in found)]
-        self.found = found or self.found
-        return found
+        found = [
+            (part, torch.tensor(rows, device=batch.device))
+            for part, rows in zip(self.parts, places, strict=False) if rows
+        ]  # fmt: skip
+        numbers = {part.number for part, _ in found}
+        self.parts = [part for part in self.parts if part.number not in numbers]
+        return sorted(found, key=lambda pair: -pair[0].replica)
 
 
 @contextlib.contextmanager
@@ -172,18 +152,10 @@ def _buffers_of_replica(
 
     Only those of one replica stay in the model.
     """
-    owners = [(f"{place}." if place else "", buffers_of(x)) for place, x in module.named_modules()]
-    places = [(start, own, name) for start, own in owners for name in own if own[name] is not None]
-    saved = [own[name] for _, own, name in places]
-    if not is_model:
-        for start, own, name in places:
-            own[name] = left.get(start + name, own[name].clone())
-    try:
+    own = {name: left.get(name, value).clone() for name, value in module.named_buffers()}
+    with contextlib.nullcontext() if is_model else with_buffers(module, own):
         yield
-    finally:
-        for (start, own, name), value in zip(places, saved, strict=True):
-            left[start + name] = own[name].clone()
-            own[name] = own[name] if is_model else value
+    left |= {name: value.clone() for name, value in module.named_buffers()} if is_model else own
 
 
 def _check_rows(output: Any, number: int) -> None:

@@ -91,12 +91,6 @@ def floating(nest: Any) -> list[Tensor]:
     return [x for x in tensors if x.is_floating_point()]
 
 
-def whole_numbers(output: Any, count: int) -> list[Tensor]:
-    """Returns the whole numbers and booleans of an output that have a row for each example."""
-    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim()]
-    return [x for x in tensors if not x.dtype.is_floating_point and len(x) == count]
-
-
 def with_rows(output: Any, count: int) -> list[Tensor]:
     """Returns the floating-point tensors of an output that have a row for each example."""
     return [x for x in floating(output) if x.dim() and len(local(x)) == count]

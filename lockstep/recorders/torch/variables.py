@@ -159,17 +159,13 @@ class Variables:
             yield from ((str(x), value) for x, value in other.items() if isinstance(value, Tensor))
 
     def layers_of_others(self) -> list[dict[str, Any]]:
-        """Returns the layers of further modules, without settings; a mapping is one layer."""
-        found = []
-        for key, other in self.others.items():
-            if isinstance(other, nn.Module):
-                named = ((f"{key}.{name}".rstrip("."), x) for name, x in other.named_modules())
-                layers = (layer for layer in layers_of(named) if layer["weights"])
-                found += [{x: each[x] for x in ("name", "class", "weights")} for each in layers]
-            else:
-                names = [f"{key}.{name}" for name, _ in self._of_other(key)]
-                found.append({"name": key, "class": type(other).__name__, "weights": names})
-        return found
+        """Returns the layers of further modules that have weights."""
+        named = [
+            (f"{key}.{name}".rstrip("."), layer)
+            for key, other in self.others.items() if isinstance(other, nn.Module)
+            for name, layer in other.named_modules()
+        ]  # fmt: skip
+        return [layer for layer in layers_of(named) if layer["weights"]]
 
     def tied(self) -> list[list[str]]:
         """Returns the names of weights that have several."""

@@ -24,7 +24,11 @@ def is_missed_without(owner, name, function, *arguments):
 
 def case_private_names():
     layer = nn.BatchNorm1d(2)
-    assert set(private.buffers_of(layer)) == {"running_mean", "running_var", "num_batches_tracked"}
+    buffers = {"running_mean": torch.ones(2)}
+    with private.with_buffers(layer, buffers):
+        layer(torch.ones(4, 2))
+        layer.running_mean = layer.running_mean + 1
+    assert buffers["running_mean"].tolist() == [2, 2] and not layer.running_mean.any()
     first = torch.ones(1, requires_grad=True) * 2
     assert private.number_of(first.grad_fn) < private.number_of((first * 2).grad_fn)
     table = nn.Embedding(4, 2, sparse=True)
@@ -43,7 +47,7 @@ def case_private_names():
     for owner, name, _ in private.of_pipelines(None, None):
         private.private(owner, name)
     for each in (
-        *(private.buffers_of, private.number_of, private.values_of_sparse, private.move_first),
+        *(private.number_of, private.values_of_sparse, private.move_first),
         *(private.indices_of_sparse, private.weights_of_group, private.sharded_weight),
         private.mesh_of_group,
     ):

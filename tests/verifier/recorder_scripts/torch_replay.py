@@ -57,7 +57,7 @@ def case_replay_in_evaluation():
     model = network()
     model.eval()
     told = warnings_of(recorded, "evaluation", model, steps=1, replay="first.npz")
-    text = "evaluation.npz: replay: step 0: the model is called in evaluation mode"
+    text = "evaluation.npz: replay: step 0: no forward pass in training mode"
     assert [each for each in told if each.startswith(text)], told
     assert Trace("evaluation").replaced
 
