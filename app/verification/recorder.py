@@ -56,7 +56,6 @@ class StepRecorder(Observer):
             optimizer={"class": type(strategy.optimizer).__name__, "framework": "keras"},
             settings=tuple([_settings(strategy.optimizer, step)] for step in steps),
             layers=tuple(described_layers(strategy.model)),
-            data_layout="NHWC",
             versions=versions(),
         )
 
