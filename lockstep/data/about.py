@@ -120,7 +120,7 @@ def _parsed(value: Any, wanted: Any, key: str) -> Any:
         return _parsed(value, first, key)
     if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
         parsed, start = dict[str, Any](), f"{key}." if key else ""
-        for name, (annotation, is_required) in _fields_of(wanted).items():
+        for name, (annotation, is_required) in _fields_of(wanted).items():  # type: ignore[arg-type]
             if name in value:
                 parsed[name] = _parsed(value[name], annotation, f"{start}{name}")
             elif is_required:

@@ -63,14 +63,20 @@ def described_layers(model: keras.Model) -> list[dict[str, Any]]:
     ]
 
 
-def described_variables(model: keras.Model, updated: Collection[str]) -> list[dict[str, str]]:
-    """Describes the variables of a model, of which an optimizer has the weights `updated`."""
+def layouts_of(model: keras.Model) -> dict[str, str]:
+    """Returns weight → layout of its axes."""
     layouts = dict[str, str]()
     for layer in layers_of(model, include_self=False):
         if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
             # With `enable_lora`, `layer.kernel` is a sum, and no variable.
             kernels = [weight for weight in layer.weights if weight.name == "kernel"]
             layouts |= {x.path: "IO" if len(x.shape) == 2 else "HWIO" for x in kernels}
+    return layouts
+
+
+def described_variables(model: keras.Model, updated: Collection[str]) -> list[dict[str, str]]:
+    """Describes the variables of a model, of which an optimizer has the weights `updated`."""
+    layouts = layouts_of(model)
     weights = {*updated, *(weight.path for weight in model.trainable_variables)}
     found = []
     for variable in model.variables:
