@@ -78,7 +78,7 @@ def record(model: Any = None, optimizer: Any = None, **options: Any) -> Block:
         )
     recorder = _recorder_of(model)
     if recorder == "record_torch" and optimizer is not None:
-        _require_optimizer(optimizer)
+        require_optimizer(optimizer)
     if recorder == "record_jax":
         _require_places(options)
     if not os.environ.get(VARIABLE):
@@ -102,15 +102,15 @@ def _recorder_of(model: Any) -> str:
         return "record_torch"
     if "jax" in sys.modules and callable(model) and not isinstance(model, type):
         return "record_jax"
-    raise ValueError(f"model: {_described(model)} cannot be recorded; pass {_WHAT_TO_PASS}")
+    raise ValueError(f"model: {described(model)} cannot be recorded; pass {_WHAT_TO_PASS}")
 
 
-def _require_optimizer(optimizer: Any) -> None:
+def require_optimizer(optimizer: Any) -> None:
     """Raises ValueError unless an argument is an optimizer of PyTorch, or several."""
     several = optimizer if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     if wrong := [each for each in several if not callable(getattr(each, "step", None))]:
         raise ValueError(
-            f"optimizer: {_described(wrong[0])} is no optimizer; pass the one whose method step()"
+            f"optimizer: {described(wrong[0])} is no optimizer; pass the one whose method step()"
             " ends each step: lockstep.record(model, optimizer)"
         )
 
@@ -125,7 +125,8 @@ def _require_places(options: Mapping[str, Any]) -> None:
         )
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """Returns None, or the type of an argument, in words."""
     return "None" if value is None else f"an object of the type {type(value).__name__}"
 
 

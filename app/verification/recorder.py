@@ -56,7 +56,6 @@ class StepRecorder(Observer):
             optimizer={"class": type(strategy.optimizer).__name__, "framework": "keras"},
             settings=tuple([_settings(strategy.optimizer, step)] for step in steps),
             layers=tuple(described_layers(strategy.model)),
-            data_layout="NHWC",
             versions=versions(),
         )
 
@@ -120,7 +119,7 @@ class StepRecorder(Observer):
 
 def _variables(strategy: Strategy) -> tuple[Variable, ...]:
     """Returns the description of all variables of a copy, in the order of `variable_names`."""
-    weights, (layouts, _) = strategy.model.trainable_variables, layouts_of(strategy.model)
+    weights, layouts = strategy.model.trainable_variables, layouts_of(strategy.model)
     found, prefixes = [], {f"{w.path.replace('/', '_')}_": w.path for w in weights}
     for name in strategy.states.variable_names:
         path = name.removeprefix("model/")

@@ -4,6 +4,7 @@ The annotations of `About` say which types its keys have.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -100,6 +101,16 @@ def _check_tree(node: Any, depth: int = 0) -> None:
             _check_tree(child, depth + 1)
 
 
+@functools.cache
+def _fields_of(wanted: Any) -> dict[str, tuple[Any, bool]]:
+    """Returns the keys of a class, with their annotations and whether they are required."""
+    hints = typing.get_type_hints(wanted)
+    return {
+        x.name: (hints[x.name], {x.default, x.default_factory} == {dataclasses.MISSING})
+        for x in dataclasses.fields(wanted)
+    }
+
+
 def _parsed(value: Any, wanted: Any, key: str) -> Any:
     """Returns a value as an annotation says: a tuple for a list, an object of a class."""
     origin, (first, *more) = typing.get_origin(wanted), typing.get_args(wanted) or (None,)
@@ -108,13 +119,12 @@ def _parsed(value: Any, wanted: Any, key: str) -> Any:
     if origin is types.UnionType:
         return _parsed(value, first, key)
     if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
-        fields, start = typing.get_type_hints(wanted), f"{key}." if key else ""
-        found = {name: value[name] for name in fields if name in value}
-        for field in dataclasses.fields(wanted):
-            is_required = {field.default, field.default_factory} == {dataclasses.MISSING}
-            if is_required and field.name not in found:
-                raise Fault(f"{start}{field.name} of 'about' is missing; record it again")
-        parsed = {n: _parsed(v, fields[n], f"{start}{n}") for n, v in found.items()}
+        parsed, start = dict[str, Any](), f"{key}." if key else ""
+        for name, (annotation, is_required) in _fields_of(wanted).items():  # type: ignore[arg-type]
+            if name in value:
+                parsed[name] = _parsed(value[name], annotation, f"{start}{name}")
+            elif is_required:
+                raise Fault(f"{start}{name} of 'about' is missing; record it again")
         return wanted(**parsed)  # type: ignore[operator]
     if wanted is Shard and isinstance(value, list) and len(value) == 2:
         return Shard(_parsed(value[0], int, key), _parsed(value[1], float, key))
@@ -187,8 +197,6 @@ def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
             isinstance(text, str) for text in (*texts, *weights_of)
         )
         yield "layers", is_right, "names, classes and weights"
-        is_right = isinstance(layer.get("settings", {}), Mapping)
-        yield "settings in layers", is_right, "names and values"
     yield "calls", all(map(_is_call, itertools.chain(*about.calls))), "'clip norm 1' and the like"
     are_positive = all(0 < scale < math.inf for scale in about.loss_scale)
     yield "loss_scale", are_positive, "positive numbers"

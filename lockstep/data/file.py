@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import glob
+import itertools
 import math
 import os
 import pathlib
@@ -59,13 +60,11 @@ _NAME = re.compile(
 )
 _OF_SAMPLE = {"elements", "sums"}  # Members.
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
-_OWN_KEYS = (  # Keys in which the files of the ranks may differ.
-    *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
-    *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
-    *("passes", "tied", "not_updated", "not_loaded", "device", "trained"),
-    *("skipped", "left_out"),
+_COMMON_KEYS = (  # Keys in which the files of the ranks must not differ.
+    *("framework", "num_replicas", "steps", "shards", "num_copies", "syncs_batch_norm"),
+    *("reduction", "order", "replayed", "draws_apart", "mesh", "data_axes", "sample"),
 )
-_OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
+_OF_STAGES = ("variables", "gradients")  # Neither in these, without a mesh.
 _GROWING = (  # Keys that are longer with each step.
     *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
     "passes",
@@ -123,7 +122,7 @@ def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
     _check_arrays(whole.about, arrays)
     trace = Trace(_with_ends(whole.about, files), arrays, name)
     trace.of_replica, trace.views_of = whole.of_replica, whole.views
-    trace.parts_of = whole.parts
+    trace.parts_of = Arrays(whole.parts)
     trace.as_data = {
         axis: functools.partial(_load_on_mesh, [_on_data_axis(file, axis) for file in files], name)
         for axis in axes_of_copies([file.about for file in files])
@@ -236,9 +235,7 @@ def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Me
         if size > _MAX_HEADER_BYTES or (header := _header_of(member.read(size))) is None:
             raise Fault(f"has a header that no trace has in {info.filename}; record it again")
         shape, is_transposed, descr = header
-        # A recorder writes arrays before they get their names.
-        is_text = info.filename == "about.npy" or info.filename.split("/")[1] in ("data", KEPT)
-        if not (_NUMBERS.fullmatch(descr) or (is_text and _TEXTS.fullmatch(descr))):
+        if not (_NUMBERS.fullmatch(descr) or _TEXTS.fullmatch(descr)):
             raise Fault(
                 f"has dtype {shown(descr)} in {info.filename}, which no trace has; record real"
                 " numbers of at most 64 bits, little-endian (bfloat16 as float32)"
@@ -284,28 +281,28 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
     counts = collections.Counter(place.rpartition("/")[0] for place in parts)
     for place in sorted(parts):
         position, kind, item, index = place.split("/")
-        group, names = f"{position}/{kind}/{item}", trace.names_of(kind)
+        group = f"{position}/{kind}/{item}"
+        names = about.gradients if kind in OF_BACKWARD else trace.names_of(kind)
         members = [arrays.data[f"{place}/{part}".rstrip("/")] for part in parts[place]]
-        if kind != "data" and any(
-            getattr(x, "dtype", np.dtype(float)).kind in "SU" for x in members
-        ):
+        if kind != "data" and any(member.dtype.kind in "SU" for member in members):
             raise Fault(f"has a text in {place}, which no trace has; record numbers")
         items = trace.copies if is_local else trace.items(kind)
         if kind == "own_after" and f"{position}/shards/0" in counts:
             items = range(MAX_REPLICAS)  # Of the other training.
         if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
-        count = counts[group] if names is None else len(names)
+        numbered = about.modules if kind in OF_MODULES else names
+        count = counts[group] if numbered is None else len(numbered)
         if kind in (*OF_MODULES, *OF_BACKWARD):  # Some of each pass may have none.
-            each = about.modules if kind in OF_MODULES else about.gradients
-            count = len(each) * MAX_MICRO_BATCHES
+            count *= MAX_MICRO_BATCHES
         if int(index) >= count:
             raise Fault(f"has an array {place} of {count} in {group}; record it again")
         shape = _shape_of(place, parts[place], arrays, about.sample)
         if is_local or names is None:
             continue
         # Whole beside samples.
-        expected = shapes.setdefault((names[int(index)], kind == "start"), shape)
+        name = names[int(index) % len(names)]
+        expected = shapes.setdefault((name, kind == "start"), shape)
         if shape != expected:
             raise Fault(
                 f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
@@ -322,12 +319,10 @@ def _shape_of(
     """
     if parts == {""}:
         return arrays.data[place].shape
-    if parts in (_OF_SAMPLE, _OF_SAMPLE | {*Rows._fields}):
+    if parts - {*Rows._fields} == _OF_SAMPLE:  # Earlier recorders also wrote terms of elements.
         elements, sums = (arrays.data[f"{place}/{part}"] for part in ("elements", "sums"))
         sizes = (sample.get("elements"),), (sample.get("sums", -1) + 1,)
-        is_right = (elements.shape, sums.shape) == sizes and sums.dtype == np.float64
-        has_terms = parts == _OF_SAMPLE or _shape_of_rows(place, arrays) == elements.shape
-        if is_right and has_terms:
+        if (elements.shape, sums.shape) == sizes and sums.dtype == np.float64:
             return elements.shape
         raise Fault(f"has a wrong sample in {place}; record it again")
     if parts == {*Rows._fields} and (shape := _shape_of_rows(place, arrays)):
@@ -422,23 +417,16 @@ def _common_description(files: Sequence[_File]) -> About:
     first = files[0]
     if not first.about.steps:
         raise Fault("has no steps; record it again")
-    for file in files[1:]:
-        replayed = [each.about.replayed for each in (first, file)]
-        if not all(replayed) and any(replayed):
-            without = first if replayed[1] else file
+    keys = _COMMON_KEYS if first.about.mesh else (*_COMMON_KEYS, *_OF_STAGES)
+    for file, key in itertools.product(files[1:], keys):
+        values = getattr(file.about, key), getattr(first.about, key)
+        if values[0] != values[1]:
             raise Fault(
-                f"{without.name} is recorded without replay=, and other ranks with it; record it"
-                " again, with replay= on every rank"
+                f"{key!r} of {file.name} differs from that of {first.name}"
+                f"{_only_one_has(key, *values)}; remove files of other recordings, or record it"
+                " again, with the same arguments on every rank"
             )
-        for field in dataclasses.fields(About):
-            values = getattr(file.about, field.name), getattr(first.about, field.name)
-            own_keys = (*_OWN_KEYS, *_OF_STAGES) if first.about.mesh else _OWN_KEYS
-            if field.name not in own_keys and any(values) and values[0] != values[1]:
-                raise Fault(
-                    f"{field.name!r} of {file.name} differs from that of {first.name}"
-                    f"{_only_one_has(field.name, *values)}; remove files of other recordings, or"
-                    " record it again"
-                )
+    for file in files[1:]:
         if (file.about.permuted is None) != (first.about.permuted is None):
             raise Fault("only some of its files are permuted; record it again")
     counts = collections.Counter(item for file in files for item in file.items)

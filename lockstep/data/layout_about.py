@@ -81,17 +81,20 @@ def _groups(of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[st
 
 def moves(own: About, common: About) -> Callable[[str, int], int]:
     """Returns a function from a kind and an INDEX in a rank's file to the common INDEX."""
-    tables: list[tuple[set[str], Sequence[str], Sequence[str]]] = [
-        ({*OF_VARIABLES}, own.keys, common.keys),
-        ({*OF_GRADIENTS, *OF_BACKWARD}, own.gradients, common.gradients),
-        ({*OF_MODULES}, own.modules, common.modules),
+    tables: list[tuple[set[str], Sequence[str], dict[str, int]]] = [
+        (kinds, names, {name: place for place, name in enumerate(all_names)})
+        for kinds, names, all_names in (
+            ({*OF_VARIABLES}, own.keys, common.keys),
+            ({*OF_GRADIENTS, *OF_BACKWARD}, own.gradients, common.gradients),
+            ({*OF_MODULES}, own.modules, common.modules),
+        )
     ]
 
     def move(kind: str, index: int) -> int:
-        for kinds, names, all_names in tables:
+        for kinds, names, places in tables:
             if kind in kinds and names:
                 number, place = divmod(index, len(names))
-                return number * len(all_names) + all_names.index(names[place])
+                return number * len(places) + places[names[place]]
         return index
 
     return move

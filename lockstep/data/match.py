@@ -134,7 +134,8 @@ class Matching:
         self._match(_Item.fits)
         self._match(self._are_in_paired_layers())
         own, other = ([item.key for item in items] for items in self._items)
-        self.pairs.sort(key=lambda pair: own.index(pair.first))
+        order = {key: place for place, key in enumerate(own)}
+        self.pairs.sort(key=lambda pair: order[pair.first])
         paired = {pair.first for pair in self.pairs}, {pair.second for pair in self.pairs}
         self.unmatched_first = [key for key in own if key not in paired[0]]
         self.unmatched_second = [key for key in other if key not in paired[1]]
@@ -248,7 +249,8 @@ def _items_of(trace: Trace) -> list[_Item]:
         item._replace(role="shift") if item.role == "bias" and item.layer in scales else item
         for item in items
     ]
-    return sorted(items, key=lambda item: trace.keys.index(item.key))
+    order = {key: place for place, key in enumerate(trace.keys)}
+    return sorted(items, key=lambda item: order[item.key])
 
 
 def _parts_of(name: str) -> list[str]:

@@ -40,7 +40,6 @@ Kinds of arrays of a copy:
 """
 
 import collections
-import copy
 import dataclasses
 import functools
 import itertools
@@ -184,11 +183,9 @@ class About:
             (names) and "learning_rate", "momentum", "dampening", "weight_decay", "beta_1",
             "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null);
             "optimizer", its class, where there are several optimizers.
-        layers: for each layer "name", "class" and "weights" (names), and where it has them
-            "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of
-            dropout), "scale_grad_by_freq" (of embeddings) and "synchronized" (BatchNorm); further
-            numbers and words of its own in "settings".
-        data_layout: "NHWC", "NCHW" or "".
+        layers: for each layer "name", "class" and "weights" (names), and its settings that are
+            numbers or words, such as "epsilon", "strides", "rate" (of dropout),
+            "scale_grad_by_freq" (of embeddings) and "synchronized" (BatchNorm).
         micro_batches: for each step, the forward passes whose gradients a replica accumulates;
             empty for 1.
         in_evaluation: for each step, the layers in evaluation mode; empty if unknown.
@@ -242,7 +239,6 @@ class About:
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: tuple[Sequence[Mapping[str, Any]], ...] = ()
     layers: tuple[Mapping[str, Any], ...] = ()
-    data_layout: str = ""
     micro_batches: tuple[int, ...] = ()
     in_evaluation: tuple[Sequence[str], ...] = ()
     calls: tuple[tuple[str, ...], ...] = ()
@@ -302,13 +298,6 @@ class _Renamed(collections.UserDict[str, Any]):
         return self._arrays[self.data[name]]
 
 
-class _Members(collections.UserDict[str, Any]):
-    """Members of files; each is read when it is asked for."""
-
-    def __getitem__(self, name: str) -> Any:
-        return self.data[name].read()
-
-
 def _read(stored: Mapping[str, Any], name: str) -> Array | None:
     """Returns an array of any form; None if it does not exist."""
     if f"{name}/sums" in stored:
@@ -351,7 +340,7 @@ class Trace:
         of_replica: replica → description in its file, whose settings may be its own.
         numbers: the replicas' numbers in messages, of a trace without some; empty for all of them.
         views_of: name of an array of a shard → rank → its copy, as an object with `read()`.
-        parts_of: name of a gradient on a rank → the part that it holds, in the same form.
+        parts_of: name of a gradient on a rank → the part that it holds.
         as_data: axis of the model along which all ranks hold whole weights → reads the trace with
             it as an axis of data.
     """
@@ -437,7 +426,7 @@ class Trace:
 
     def local(self, position: int, kind: str, rank: int) -> Named:
         """Returns weight → the part of its gradient that a rank of the mesh holds."""
-        start, parts = f"{position + 1}/{kind}/{rank}/", _Members(self.parts_of)
+        start, parts = f"{position + 1}/{kind}/{rank}/", self.parts_of
         found = {
             name: _read(parts, f"{start}{index}") for index, name in enumerate(self.about.gradients)
         }
@@ -466,10 +455,6 @@ class Trace:
         """Returns the calls that make the gradients of a shard in a step; () if unknown."""
         about = self.about_of(shard)
         return about.calls[position] if about.calls else ()
-
-    def computed_in(self, shard: int) -> str:
-        """Returns the dtype in which a shard's layers compute, in words."""
-        return self.about_of(shard).computed_in or "the dtype of the weights"
 
     def loss_scale(self, position: int, shard: int) -> float:
         """Returns the factor by which a shard multiplies its loss against underflow."""
@@ -515,25 +500,6 @@ class Trace:
             kept.index(replica): own for replica, own in self.of_replica.items() if replica in kept
         }
         trace.numbers = kept
-        return trace
-
-    @functools.cached_property
-    def of_elements(self) -> "Trace":
-        """The trace with the elements of samples as whole arrays, without sums and norms."""
-        trace = copy.copy(self)
-        variables = tuple(dataclasses.replace(v, shape=()) for v in self.about.variables)
-        trace.about = dataclasses.replace(self.about, sample={}, variables=variables)
-        kept = {name.removesuffix("/elements"): name for name in self._stored}
-        of_rows = {name.removesuffix("/rows") for name in kept if name.endswith("/rows")}
-        names = {
-            name: of
-            for name, of in kept.items()
-            # Of a sampled gradient of rows, the terms of its elements are kept, too.
-            if not name.endswith("/sums") and name not in of_rows
-        }
-        trace._stored, trace._index = _Renamed(self._stored, names), {}
-        for name in names:
-            trace._add_to_index(name)
         return trace
 
     def names_of(self, kind: str) -> Sequence[str] | None:

@@ -13,7 +13,7 @@ from lockstep.data import about as description
 from lockstep.data.file import TraceError, load
 from lockstep.data.trace import LAST_STEP, MOST_STEPS, REDUCE_FIRST
 from lockstep.numeric.sampling import Sample
-from lockstep.recording import VARIABLE
+from lockstep.recording import VARIABLE, described
 
 FORMAT: dict[str, Any] = {"format": description.FORMAT, "version": description.VERSION}
 DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
@@ -26,6 +26,17 @@ def require(condition: Any, message: str) -> None:
     """Raises ValueError if a condition does not hold."""
     if not condition:
         raise ValueError(message)
+
+
+def require_type(key: str, value: Any, kinds: Any, what: str) -> None:
+    """Raises ValueError if an argument has another type; `what` says what it has to be."""
+    require(isinstance(value, kinds), f"{key}: must be {what}, and is {described(value)}")
+
+
+def require_models(model: Any, kind: type, name: str) -> None:
+    """Raises ValueError unless an argument is a model of a class, or a list of several."""
+    for each in model if isinstance(model, list | tuple) and model else [model]:
+        require_type("model", each, kind, f"a {name}, or a list of several")
 
 
 def check_version(recorder: str, framework: str, version: str, oldest: tuple[int, int]) -> None:
@@ -106,6 +117,7 @@ def request_of(path: Path | None, **options: Any) -> "Request | None":
         options |= {key: x for key, x in own.items() if key in options} | given
     if path is None:
         return None
+    require_type("path", path, str | bytes | os.PathLike, "that of an .npz file")
     name = os.fsdecode(path)
     is_file = (
         name.endswith(".npz") and "\0" not in name and os.path.isdir(os.path.dirname(name) or ".")
@@ -144,6 +156,8 @@ class Request:
         sample: int | None = None, start: bool = False, modules: bool | str = False,
         shards: str | None = None,
     ) -> None:  # fmt: skip
+        require_type("replay", replay, str | os.PathLike | None, "the path of a recording")
+        require_type("names", names, Mapping | None, "a mapping of names")
         self.path, self.replay = path, None if replay is None else os.fspath(replay)
         self.permute, self.names, self.first_step = permute, names or {}, first_step
         self.modules, self.shards = modules, shards
@@ -210,7 +224,8 @@ def wanted_steps(steps: int | Iterable[int], first_step: int = 0) -> set[int]:
     Raises:
         ValueError: there is none, or one before the first step of this process.
     """
-    require(first_step >= 0, f"first_step={first_step}: must be a number from 0")
+    is_number = hasattr(first_step, "__index__") and first_step >= 0
+    require(is_number, f"first_step={first_step}: must be a number from 0")
     wanted, start = list[int](), first_step if steps is DEFAULT_STEPS else 0
     with contextlib.suppress(TypeError):
         if isinstance(steps, Iterable):

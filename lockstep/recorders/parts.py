@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.data.placement import placement_from
-from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES
+from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES, WEIGHT
 from lockstep.numeric.arrays import Rows, dense
 from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import axes_between
@@ -53,6 +53,22 @@ def places_of(
     return [] if any(places.values()) else found
 
 
+def variable_of(about: Mapping[str, Any], kind: str, index: int) -> dict[str, Any]:
+    """Returns the description of the variable of an array; empty if it has none.
+
+    Args:
+        about: the description of the recording.
+        kind: the kind of the array.
+        index: its index among the arrays of this kind.
+    """
+    variables: list[dict[str, Any]] = about["variables"]
+    if kind in OF_VARIABLES:
+        return variables[index]
+    name = about["gradients"][index] if kind in OF_GRADIENTS else ""
+    weights = (each for each in variables if each["kind"] == WEIGHT)
+    return next((each for each in weights if each["name"] == name), {})
+
+
 def has_rows(kind: str) -> bool:
     """Returns whether the arrays of a kind have a row for each example, which may be long."""
     return kind.startswith(_OF_ROWS)
@@ -75,7 +91,10 @@ def members_of(
         sizes, at: the number of devices along each axis of a mesh, and the place of this one.
     """
     if isinstance(array, Rows):
-        return _members_of_rows(sample, kind, array, layout)
+        shape = (array.rows, *array.values.shape[1:])
+        if not (sample and kind in SAMPLED and sample.takes(shape)):
+            return Members({f"/{end}": np.asarray(x) for end, x in array._asdict().items()})
+        array = dense(array).astype(array.values.dtype)
     if sample and has_rows(kind) and not text:
         return Members({"": sample.of_rows(array)})
     placement = placement_from(text, sizes or {})
@@ -89,38 +108,6 @@ def members_of(
     return Members({f"/{end}": each for end, each in own.items()}, shape, placement.of_sample)
 
 
-def _members_of_rows(sample: Sample | None, kind: str, rows: Rows, layout: str) -> Members:
-    """Returns the same of a gradient of some rows; with a sample, also the terms of its elements.
-
-    A row may occur several times, and an optimizer may square the terms, and not their sum.
-    """
-    shape = (rows.rows, *rows.values.shape[1:])
-    own: dict[str, Any] = rows._asdict()
-    is_sampled = sample is not None and kind in SAMPLED and sample.takes(shape)
-    if sample and is_sampled:
-        axes = _usual_axes(layout, len(shape))
-        ordered = [shape[k] for k in axes]
-        places = np.unravel_index(sample.places(ordered), ordered)
-        own = sample.members(np.transpose(dense(rows), axes), ordered)
-        own["elements"] = own["elements"].astype(rows.values.dtype)
-        own |= _terms(rows, [places[axes.index(k)] for k in range(len(axes))])._asdict()
-    arrays = {f"/{end}": np.asarray(each) for end, each in own.items()}
-    return Members(arrays, shape if is_sampled else ())
-
-
 def _usual_axes(layout: str, ndim: int) -> tuple[int, ...]:
     usual = "".join(sorted(layout, key="OIHW".find)) if len(layout) == ndim else ""
     return axes_between(layout, usual, ndim)
-
-
-def _terms(rows: Rows, places: Sequence[np.ndarray]) -> Rows:
-    """Returns the terms of the elements at some places, for each dimension of a gradient."""
-    order = np.argsort(rows.indices, kind="stable")
-    indices = rows.indices[order]
-    starts, ends = (np.searchsorted(indices, places[0], side) for side in ("left", "right"))
-    counts = ends - starts
-    elements = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.arange(len(elements)) - np.repeat(np.cumsum(counts) - counts, counts)
-    own = order[np.repeat(starts, counts) + numbers]
-    wanted = (own, *(along[elements] for along in places[1:]))
-    return Rows(rows.values[wanted], elements, len(counts))

@@ -162,7 +162,7 @@ def images(layout, stored=None):
         x = array.reshape(-1, 2, 2, 3)
         return x.transpose(0, 3, 1, 2) if (stored or layout) == "NCHW" else x
 
-    return {"about": {"data_layout": layout}, **edit(as_images, "data")}
+    return edit(as_images, "data")
 
 
 @option

@@ -105,7 +105,7 @@ def test_what_a_file_says(one):
     assert (about["format"], about["version"], about["framework"]) == ("lockstep trace", 2, "keras")
     assert about["versions"]["keras"] == keras.__version__
     assert about["num_replicas"] == 2 and about["replicas"] == [0, 1]
-    assert about["steps"] == [0, 2, 3] and about["data_layout"] == "NHWC"
+    assert about["steps"] == [0, 2, 3]
     assert (about["reduction"], about["order"]) == ("sum", "clip, reduce")
     assert about["permuted"] is None and about["replayed"] is None
     assert {name.split("/")[1] for name in arrays} == {
@@ -192,6 +192,10 @@ def test_what_cannot_be_recorded_is_told_in_a_line(one, tmp_path):
     replay = {"path": x, "replay": one[0], "steps": 1}
     for model, options, told in (
         (linear, {"path": x}, r"is not compiled; call model\.compile first"),
+        (None, {"path": x}, r"^model: must be a keras\.Model, or a list of several, and is None$"),
+        ({}, {"path": x}, r"^model: must be a keras\.Model, .* type dict$"),
+        (compiled(), {"path": 5}, r"^path: must be that of an \.npz file, .* type int$"),
+        (compiled(), {"path": x, "names": 5}, r"^names: must be a mapping of names, .* type int$"),
         (compiled(jit_compile=True), {"path": x}, "jit_compile=False"),
         (compiled(), {"path": x, "optimizer": [0, 1]}, "optimizer: 0 is no optimizer of Keras"),
         (compiled(), {"path": tmp_path / "none" / "x.npz"}, r"\.npz file in a folder that exists"),

@@ -31,7 +31,7 @@ def about(**changes):
         "optimizer": {"class": "SGD", "framework": "torch"},
         "settings": [[group], [group]],
         "layers": [{"name": "dense", "class": "Linear", "weights": ["dense/kernel"]}],
-        "data_layout": "", "permuted": None, "replayed": None,
+        "permuted": None, "replayed": None,
         "micro_batches": [1, 1],
     } | changes  # fmt: skip
 

@@ -5,7 +5,6 @@ together, is left out, and the verdict says so.
 """
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -111,11 +110,8 @@ def _placed(
     """
     own = matched(paths, [*weights])
     if own is None:
-        own, texts = [*weights], []
-        columns = _unraveled(columns, [weight.shape for weight in weights.values()])
-        if not columns:
-            first = ", ".join(paths[:3])
-            raise _LeftOutError(f"its arrays match no weights by structure: {first}")
+        first = ", ".join(paths[:3])
+        raise _LeftOutError(f"its arrays match no weights by structure: {first}")
     found = dict[str, tuple[_Column, str]]()
     for path, column, given in zip(own, columns, texts or [""] * len(own), strict=True):
         name, part, text_of_weight = weights[path]
@@ -132,18 +128,6 @@ def _placed(
             )
         found[name] = column, text
     return found
-
-
-def _unraveled(columns: Sequence[_Column], shapes: Sequence[tuple[int, ...]]) -> list[_Column]:
-    """Returns columns of gradients that one vector holds, as of `ravel_pytree`; else none."""
-    ends = [*itertools.accumulate(math.prod(shape) for shape in shapes)]
-    if len(columns) != 1 or columns[0][0].shape != (ends[-1],):
-        return []
-    parts = [np.split(vector, ends[:-1]) for vector in columns[0]]
-    return [
-        [part.reshape(shape) for part in column]
-        for column, shape in zip(zip(*parts, strict=True), shapes, strict=True)
-    ]
 
 
 def _joined(column: _Column, text: str) -> _Column:

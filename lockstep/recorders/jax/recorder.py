@@ -16,8 +16,15 @@ from lockstep.data.trace import (
     WEIGHT,
     Mesh,
 )
-from lockstep.recorders.common import DEFAULT_STEPS, Path, Request, rank_path, request_of
-from lockstep.recorders.described import variable_of
+from lockstep.recorders.common import (
+    DEFAULT_STEPS,
+    Path,
+    Request,
+    rank_path,
+    request_of,
+    require,
+    require_type,
+)
 from lockstep.recorders.jax.arrays import is_array, like, placement_of, plain
 from lockstep.recorders.jax.devices import Lowered, Replicas, has_axis
 from lockstep.recorders.jax.gradients import Gradients, Weight, split_by
@@ -34,9 +41,9 @@ from lockstep.recorders.jax.paths import (
 )
 from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
-from lockstep.recorders.parts import members_of
+from lockstep.recorders.parts import members_of, variable_of
 from lockstep.recorders.states import Own, States
-from lockstep.recording import NotRecording
+from lockstep.recording import NotRecording, described
 
 KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
 _LAYOUTS = {2: "IO", 4: "HWIO"}  # Number of axes of a weight → its layout.
@@ -48,11 +55,11 @@ class Recorder:
     def __init__(
         self, request: Request, step: Callable[..., Any], arguments: Mapping[str, Any],
         outputs: Mapping[str, Any], optimizer: Mapping[str, Any], *, pmap: bool | Sequence[str],
-        reduction: str, layouts: Mapping[int, str], data_layout: str,
+        reduction: str, layouts: Mapping[int, str],
     ) -> None:  # fmt: skip
         self._request, self.step, self.arguments, self.outputs = request, step, arguments, outputs
         self.optimizer, self.pmap, self.reduction = optimizer, pmap, reduction
-        self.layouts, self.data_layout = layouts, data_layout
+        self.layouts = layouts
         self._wanted, self._number = request.wanted, request.first_step
         self._kept, self._gradients, self._notes = Kept(), Gradients(), Notes()
         self._output: Output | None = None  # From the first recorded step.
@@ -88,7 +95,6 @@ class Recorder:
             "device": jax.default_backend(),
             "layers": [],
             "optimizer": optimizer | {"framework": "jax"},
-            "data_layout": self.data_layout,
             "left_out": [*self._gradients.left_out],
             "modules": self._kept.modules,
             "trained": self._trained,
@@ -309,7 +315,7 @@ def record(
     path: Path | None, step: Callable[..., Any], arguments: Mapping[str, Any],
     outputs: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None,
     steps: int | Sequence[int] = DEFAULT_STEPS, pmap: bool | Sequence[str] = False,
-    reduction: str = "mean", layouts: Mapping[int, str] | None = None, data_layout: str = "NHWC",
+    reduction: str = "mean", layouts: Mapping[int, str] | None = None,
     replay: Path | None = None, permute: int | None = None, names: Mapping[str, str] | None = None,
     sample: int | None = None, start: bool = False, first_step: int = 0,
 ) -> Recorder | NotRecording:  # fmt: skip
@@ -330,7 +336,6 @@ def record(
             None for some, the names of the `arguments` that have one, as in ("batch", "key").
         reduction: what the all-reduce computes of "raw": "mean" or "sum".
         layouts: number of axes of a weight → its layout; by default {2: "IO", 4: "HWIO"}.
-        data_layout: that of images.
         replay: recording whose state is loaded before each step.
         permute: seed to permute the examples of each replica.
         names: name of a variable → its name in `replay`.
@@ -347,6 +352,12 @@ def record(
     Raises:
         ValueError: a place of an array is missing, or `replay` lacks steps or the whole state.
     """
+    require(callable(step), f"step: must be a function, as from jax.jit, and is {described(step)}")
+    for key, value in (("arguments", arguments), ("outputs", outputs)):
+        require_type(key, value, Mapping, "the places of arrays by their names")
+    require_type("optimizer", optimizer, Mapping | None, "settings by their names")
+    require_type("layouts", layouts, Mapping | None, "layouts by numbers of axes")
+    require_type("pmap", pmap, bool | Sequence, "True, or names of arguments")
     if type(step).__module__.startswith("flax.nnx"):
         raise ValueError(
             "the step of nnx.jit changes its arguments, and record_jax needs one that returns its"
@@ -364,5 +375,5 @@ def record(
         return NotRecording(step)
     return Recorder(
         request, step, arguments, outputs, optimizer or {}, pmap=pmap, reduction=reduction,
-        layouts=_LAYOUTS if layouts is None else layouts, data_layout=data_layout,
+        layouts=_LAYOUTS if layouts is None else layouts,
     )  # fmt: skip

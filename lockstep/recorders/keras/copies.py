@@ -1,6 +1,7 @@
 """Copies of tensors in the steps that are recorded, by replica."""
 
 import collections
+import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -12,15 +13,38 @@ from lockstep.data.archive import Member
 from lockstep.data.trace import OF_VARIABLES
 from lockstep.numeric.arrays import Rows
 from lockstep.recorders.common import Request
-from lockstep.recorders.described import variable_of
 from lockstep.recorders.keras.private import is_in_xla
 from lockstep.recorders.keras.values import plain_copy, replica_id, tensors_of
 from lockstep.recorders.output import Output
-from lockstep.recorders.parts import members_of
+from lockstep.recorders.parts import members_of, variable_of
 
 # What a compiled function may compute: a recording without it can be compared.
 OF_FORWARD_PASS = ("y_pred", "loss", "objective")
 NOT_WRAPPED = "a step is not recorded; call strategy.run(recorder.wrap(step), …)"
+
+
+@dataclasses.dataclass
+class Step:
+    """What is known of the step that a replica runs.
+
+    Attributes:
+        number: its number, a tensor; -1 if it is not recorded.
+        num_variables: the number of variables of the model before it.
+        num_kept, num_rates: how many variables before it, and learning rates, are copied.
+        num_losses: how many losses it has differentiated.
+        is_scaled: whether an optimizer scales the loss.
+        places: the indices of the last gradients.
+        applied: index of a gradient → the gradient that was applied first.
+    """
+
+    number: tf.Tensor
+    num_variables: int
+    num_kept: int = 0
+    num_rates: int = 0
+    num_losses: int = 0
+    is_scaled: bool = False
+    places: Sequence[int] = ()
+    applied: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class Copies:
@@ -33,33 +57,33 @@ class Copies:
 
     Attributes:
         output: the file.
-        number: replica → the number of its step, a tensor; -1 if that is not recorded.
         error: the first error within a step, in words.
         kept: number of a step, kind and replica → "INDEX", or "INDEX/values", … → array, or what
             the file has of it; None if that cannot be written.
+        left_out: kinds, or KIND/INDEX, of which a step has several: the last one alone was copied.
         shapes: index of a variable that is sampled → its whole shape.
     """
 
     def __init__(self, request: Request, about: Mapping[str, Any], output: Output) -> None:
         self._request, self._about, self.output, self.error = request, about, output, ""
-        self.number: dict[int, tf.Tensor] = {}
         self.kept: dict[tuple[int, str, int], dict[str, np.ndarray | Member | None]] = {}
-        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.left_out, self.shapes = set[str](), dict[int, tuple[int, ...]]()
+        self._steps = dict[int, Step]()  # By replica.
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._lock = threading.Lock()  # Replicas run in threads.
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether this replica runs a step."""
-        return replica_id() in self.number
+    def step(self) -> Step | None:
+        """The step that this replica runs; None outside of one."""
+        return self._steps.get(replica_id())
 
     def fail(self, text: str) -> NoReturn:
         """Raises ValueError, whose text is kept without the notes of a traced function."""
         self.error = text
         raise ValueError(text)
 
-    def begin(self, data: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns the number of the step that this replica begins, -1 if it is not recorded."""
+    def begin(self, data: Sequence[tf.Tensor], num_variables: int) -> Step:
+        """Begins a step of this replica with some examples."""
         replica = replica_id()
 
         def begin(*sizes: np.ndarray) -> np.int64:
@@ -73,17 +97,19 @@ class Copies:
 
         # At the end of the data, a step begins in vain: it must not be counted.
         sizes = [tf.size(leaf) for leaf in data[:1]]
-        self.number[replica] = number = tf.numpy_function(begin, sizes, tf.int64)
-        return number
+        number = tf.numpy_function(begin, sizes, tf.int64)
+        self._steps[replica] = step = Step(number, num_variables)
+        return step
 
     @property
     def num_trained(self) -> int:
         """The number of steps that have begun, also those that are not recorded."""
         return max(self._num_seen.values(), default=0)
 
+    @tf.autograph.experimental.do_not_convert
     def end(self) -> None:
         """Ends the step of this replica."""
-        del self.number[replica_id()]
+        del self._steps[replica_id()]
 
     def keep(
         self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None,
@@ -97,9 +123,9 @@ class Copies:
             places: their indices; from 0 if it is None.
             item: the replica of which they are; this one if it is None.
         """
-        if (number := self.number.get(replica_id())) is None:
+        if (step := self.step) is None:
             raise ValueError(NOT_WRAPPED)
-        replica = replica_id() if item is None else item
+        number, replica = step.number, replica_id() if item is None else item
         if is_in_xla():
             if kind in OF_FORWARD_PASS:
                 return
@@ -160,10 +186,10 @@ class Copies:
                 found = rates | found
         return found
 
-    def arrays(self) -> Iterator[tuple[int, str, int, str, np.ndarray | Member | None]]:
-        """Yields position, kind, replica and place of each array of the steps that have ended."""
-        steps = self.steps
+    def arrays(self) -> Iterator[tuple[str, np.ndarray | Member | None]]:
+        """Yields the name and the array for all arrays of the steps that have ended."""
+        steps, left_out = self.steps, {"learning_rate", *self.left_out}
         for (number, kind, replica), arrays in sorted(self.kept.items()):
-            if number in steps and kind != "learning_rate":
-                for place, array in arrays.items():
-                    yield steps.index(number) + 1, kind, replica, place, array
+            for place, array in arrays.items() if number in steps else ():
+                if left_out.isdisjoint({kind, f"{kind}/{place.split('/')[0]}"}):
+                    yield f"{steps.index(number) + 1}/{kind}/{replica}/{place}", array

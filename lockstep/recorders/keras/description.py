@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -12,10 +12,8 @@ from lockstep.data.trace import SEED, STATISTIC, WEIGHT
 from lockstep.recorders.keras.private import layers_in, layers_of
 from lockstep.recorders.keras.values import is_seed
 
-LAYER_SETTINGS = {  # Attribute → key.
-    "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
-    "dilation_rate": "dilation", "rate": "rate", "synchronized": "synchronized",
-}  # fmt: skip
+# Also read from layers that cannot be saved, which have no configuration.
+_SETTINGS = ("epsilon", "momentum", "strides", "padding", "dilation_rate", "rate", "synchronized")
 
 
 class Models(keras.Model):
@@ -37,47 +35,48 @@ def as_one(model: keras.Model | Sequence[keras.Model]) -> keras.Model:
         return Models(model)
 
 
-def _numbers_of(layer: keras.Layer) -> dict[str, Any]:
-    """Returns the further settings of a layer that are numbers or words, as a slope or a rank."""
-    known = {"name", "trainable", "dtype", "seed", *LAYER_SETTINGS}
-    config: Mapping[str, Any] = {}
+def _settings_of(layer: keras.Layer) -> dict[str, Any]:
+    """Returns the settings of a layer that are numbers or words, as a slope or a rank."""
+    config = {key: getattr(layer, key) for key in _SETTINGS if hasattr(layer, key)}
     if not isinstance(layer, keras.layers.InputLayer):
-        with contextlib.suppress(NotImplementedError):  # Of a layer that cannot be saved.
-            config = layer.get_config()
+        with contextlib.suppress(NotImplementedError):
+            config |= layer.get_config()
     return {
         key: value for key, value in config.items()
-        if key not in known and isinstance(value, bool | int | float | str)
+        if key not in ("name", "trainable", "dtype", "seed") and _is_plain(value)
     }  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    is_list = isinstance(value, tuple | list)
+    return all(map(_is_plain, value)) if is_list else isinstance(value, bool | int | float | str)
 
 
 def described_layers(model: keras.Model) -> list[dict[str, Any]]:
     """Returns name, class, weights and settings of the layers without layers in them."""
     return [
-        {"name": layer.name, "class": type(layer).__name__}
+        _settings_of(layer)
+        | {"name": layer.name, "class": type(layer).__name__}
         | {"weights": [weight.path for weight in layer.weights]}
-        | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
-        | {"settings": _numbers_of(layer)}
         for layer in layers_of(model, include_self=False)
         if not layers_in(layer)
     ]
 
 
-def layouts_of(model: keras.Model) -> tuple[dict[str, str], str]:
-    """Returns weight → layout of its axes, and the layout of images, "" if there are none."""
-    layouts, data_layout = dict[str, str](), ""
+def layouts_of(model: keras.Model) -> dict[str, str]:
+    """Returns weight → layout of its axes."""
+    layouts = dict[str, str]()
     for layer in layers_of(model, include_self=False):
-        if isinstance(layer, keras.layers.Conv2D):
-            data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
         if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
             # With `enable_lora`, `layer.kernel` is a sum, and no variable.
             kernels = [weight for weight in layer.weights if weight.name == "kernel"]
             layouts |= {x.path: "IO" if len(x.shape) == 2 else "HWIO" for x in kernels}
-    return layouts, data_layout
+    return layouts
 
 
 def described_variables(model: keras.Model, updated: Collection[str]) -> list[dict[str, str]]:
     """Describes the variables of a model, of which an optimizer has the weights `updated`."""
-    layouts, _ = layouts_of(model)
+    layouts = layouts_of(model)
     weights = {*updated, *(weight.path for weight in model.trainable_variables)}
     found = []
     for variable in model.variables:

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.data.trace import STATE
-from lockstep.recorders.keras.description import described_layers, described_variables, layouts_of
+from lockstep.recorders.keras.description import described_layers, described_variables
 from lockstep.recorders.keras.private import weight_decay_of, weights_of
 from lockstep.recorders.keras.values import tensor_of
 
@@ -107,7 +107,6 @@ class Optimizers:
         return {
             "layers": described_layers(self._model),
             "variables": [*of_model, *self._described_state(layouts)],
-            "data_layout": layouts_of(self._model)[1],
         }
 
     def _described_state(self, layouts: Mapping[str, str]) -> Iterator[dict[str, str]]:

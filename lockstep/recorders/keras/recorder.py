@@ -16,6 +16,7 @@ from lockstep.recorders.common import (
     Request,
     rank_path,
     request_of,
+    require_models,
 )
 from lockstep.recorders.keras.description import as_one, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
@@ -26,7 +27,6 @@ from lockstep.recorders.output import Output
 from lockstep.recording import NotRecording
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
-_GRADIENTS = ("raw", "clipped", "sums")
 
 
 class Recorder:
@@ -66,21 +66,14 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._observer.remove()
         self._notes.__exit__()
-        observer, copies = self._observer, self._observer.copies
-        output = copies.output
-        about = self._description(error)
-        for position, kind_of, replica, place, array in copies.arrays():
-            is_shared = kind_of == "objective" and observer.has_parts
-            index = int(place.split("/")[0])
-            # Of several gradients of a weight in a step, the last one was copied.
-            is_last = kind_of in _GRADIENTS and about["gradients"][index] in observer.repeated
-            if not (is_shared or is_last):
-                output.put(f"{position}/{kind_of}/{replica}/{place}", array)
+        copies, output = self._observer.copies, self._observer.copies.output
+        for name, array in copies.arrays():
+            output.put(name, array)
         noted = self._notes.take()  # Those of a step, for all replicas here.
         for position, step in enumerate(copies.steps, start=1):
             if (number := step - self._request.first_step) < len(noted):
                 output.put(f"{position}/{IDS}/{min(copies.replicas)}/0", noted[number])
-        output.close(about)
+        output.close(self._description(error))
         if copies.error:
             raise ValueError(copies.error) from None  # Without the notes of a traced function.
         if error is None and not copies.steps:
@@ -154,6 +147,7 @@ def record(
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
     """
+    require_models(model, keras.Model, "keras.Model")
     request = request_of(
         path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
         first_step=first_step, shards=shards,

@@ -14,7 +14,7 @@ from lockstep.data.trace import SEED
 from lockstep.recorders.common import Hooks, require
 from lockstep.recorders.keras.copies import Copies
 from lockstep.recorders.keras.private import layers_of
-from lockstep.recorders.keras.values import is_seed, replica_id
+from lockstep.recorders.keras.values import is_seed
 from lockstep.recorders.parts import places_of, rows_of
 from lockstep.recorders.states import States
 
@@ -80,9 +80,10 @@ class ShardRunner:
     @tf.autograph.experimental.do_not_convert
     def _call(self, inner: Callable, *args: Any, **options: Any) -> Any:
         rows = [x for x in tree.flatten((args, options)) if tf.is_tensor(x) and x.shape.rank]
-        if not (self._copies.is_in_step and rows and options.get("training")):
+        step = self._copies.step
+        if not (step and rows and options.get("training")):
             return inner(*args, **options)
-        number = self._copies.number[replica_id()]
+        number = step.number
         found = tf.numpy_function(self._places, [number, rows[0]], [tf.int64] * (self._num + 1))
         *places, numbers = [tf.ensure_shape(each, [None]) for each in found]
         state, outputs = [*self._state.values()], dict[int, Any]()

@@ -1,6 +1,5 @@
 """Observes the step of a replica: its examples, outputs, losses, gradients and state."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import tensorflow as tf
 from keras import tree
 
 from lockstep.recorders.common import Hooks, Request
-from lockstep.recorders.keras.copies import NOT_WRAPPED, Copies
+from lockstep.recorders.keras.copies import NOT_WRAPPED, Copies, Step
 from lockstep.recorders.keras.description import is_frozen, size_of_weights
 from lockstep.recorders.keras.optimizers import OPTIMIZERS, Optimizers, parts_of
 from lockstep.recorders.keras.private import (
@@ -25,19 +24,7 @@ from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor
 from lockstep.recorders.output import Output
 
 _CALL = "call the model with a batch before the block"
-
-
-@dataclasses.dataclass
-class _Step:
-    """What is known of the step that a replica runs."""
-
-    num_variables: int  # Those of the model before it.
-    num_kept: int = 0  # How many variables of the state before it are copied.
-    num_rates: int = 0  # How many learning rates are.
-    num_losses: int = 0  # Those whose gradients it has taken.
-    is_scaled: bool = False  # Whether an optimizer scales the loss.
-    applied: dict[str, Any] = dataclasses.field(default_factory=dict)  # Weight → gradient.
-    places: list[int] = dataclasses.field(default_factory=list)  # Indices of the last gradients.
+_GRADIENTS = ("raw", "clipped", "sums")
 
 
 class StepObserver:
@@ -54,8 +41,6 @@ class StepObserver:
         copies: what was copied.
         replay: assigns the states of the other recording; None without one.
         shards: calls the model for each part of the batch; None to call it as it is.
-        has_parts: whether a step takes the gradients of several losses.
-        repeated: weights to which a step applies several gradients.
         frozen: names of the layers in evaluation mode.
     """
 
@@ -70,8 +55,7 @@ class StepObserver:
         self.shards = None
         if request.shards and self.replay:
             self.shards = ShardRunner(model, self.replay.states, self.copies)
-        self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
-        self._steps = dict[int, _Step]()  # By replica.
+        self.frozen = list[str]()
         self._is_built = False  # Whether the weights that a call creates were asked for.
 
     def install(self) -> None:
@@ -101,7 +85,7 @@ class StepObserver:
             result = inner(*data)
             self._keep_result()
         finally:
-            self._end_step()
+            self.copies.end()
         return result
 
     @tf.autograph.experimental.do_not_convert
@@ -113,11 +97,10 @@ class StepObserver:
         for optimizer in self._optimizers.known_before_a_step():
             self._add(optimizer)
         self._request.choose_sample(size_of_weights(self._model))
-        number = self.copies.begin(leaves(data))
-        self._steps[replica_id()] = _Step(len(self._model.variables))
-        self._keep_state()
+        step = self.copies.begin(leaves(data), len(self._model.variables))
+        self._keep_state(step)
         if self._seed is not None:
-            data = permuted(data, number, [self._seed, replica_id()])
+            data = permuted(data, step.number, [self._seed, replica_id()])
         self.copies.keep("data", leaves(data))
         self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
         return data
@@ -143,9 +126,9 @@ class StepObserver:
 
         tf.distribute.get_replica_context().merge_call(build)
 
-    def _keep_state(self) -> None:
+    def _keep_state(self, step: Step) -> None:
         """Copies the state before a step, as far as it is known and not copied yet."""
-        step, state, parts = self._steps[replica_id()], self._state, self._optimizers.parts
+        state, parts = self._state, self._optimizers.parts
         if step.num_kept == len(state):
             return
         places = range(step.num_kept, len(state))
@@ -153,8 +136,7 @@ class StepObserver:
         self.about |= self._optimizers.description()
         if self.replay:
             self.copies.keep("replaced", added, places)
-            number = self.copies.number[replica_id()]
-            self.replay.assign(state, self.about["variables"], number, step.num_kept)
+            self.replay.assign(state, self.about["variables"], step.number, step.num_kept)
         self.copies.keep("before", added, places)
         if self._request.keeps_start:
             self.copies.keep("start", added, places)
@@ -169,15 +151,10 @@ class StepObserver:
 
     @tf.autograph.experimental.do_not_convert
     def _keep_result(self) -> None:
-        late = len(self._model.variables) - self._steps[replica_id()].num_variables
-        if late:
+        step = self.copies.step
+        if step and (late := len(self._model.variables) - step.num_variables):
             self.copies.fail(f"{self._model.name} creates {late} variables in a step; {_CALL}")
         self.copies.keep("after", self._state)
-
-    @tf.autograph.experimental.do_not_convert
-    def _end_step(self) -> None:
-        del self._steps[replica_id()]
-        self.copies.end()
 
     # Losses.
 
@@ -194,17 +171,17 @@ class StepObserver:
         """Records the scalar whose gradient a step takes, which a loss scale would multiply."""
         weights = {id(variable.value) for variable in self._model.trainable_variables}
         sources = {id(tensor_of(x)) for x in tree.flatten((args, kwargs))}
-        step = self._steps.get(replica_id()) if self._steps and weights & sources else None
+        step = self.copies.step if weights & sources else None
         is_plain = tf.is_tensor(target) and target.shape.rank == 0
         if step and is_plain and not step.is_scaled:
-            self.has_parts |= step.num_losses > 0
+            self.copies.left_out |= {"objective"} if step.num_losses else set()
             step.num_losses += 1
             self.copies.keep("objective", [target, regularisation(self._model)])
         return inner(tape, target, *args, **kwargs)
 
     def _scale_loss(self, inner: Callable, optimizer: Any, loss: Any) -> Any:
         scaled = inner(optimizer, loss)
-        if scaled is not loss and (step := self._steps.get(replica_id())):
+        if scaled is not loss and (step := self.copies.step):
             step.is_scaled = True
         return scaled
 
@@ -218,13 +195,13 @@ class StepObserver:
         """Copies the state of an optimizer before its first update in a step."""
         weights = trainable_variables if weights is None else weights
         weights = weights if weights is None else list(weights)
-        is_in_step = replica_id() in self._steps
-        if not is_in_step and self._optimizers.trains(weights or ()):
+        step = self.copies.step
+        if not step and self._optimizers.trains(weights or ()):
             raise ValueError(NOT_WRAPPED)
-        if is_in_step:
+        if step:
             if not self._optimizers.has(optimizer):
                 self._add_applied(optimizer, weights)
-            self._keep_state()
+            self._keep_state(step)
         return inner(optimizer, gradients, weights)
 
     def _add_applied(self, optimizer: keras.optimizers.Optimizer, weights: Any) -> None:
@@ -250,11 +227,10 @@ class StepObserver:
     ) -> Any:
         names = {id(tensor_of(v)): v.path for v in self._model.variables}
         found = [names.get(id(tensor_of(v)), "") for v in variables]
-        step = self._steps.get(replica_id())
-        if step is None and not any(found):
+        if (step := self.copies.step) is None:
+            if any(found):
+                raise ValueError(NOT_WRAPPED)
             return inner(gradients, variables)  # It trains another model.
-        if step is None:
-            raise ValueError(NOT_WRAPPED)
         if "" in found:
             own = variables[found.index("")]
             self.copies.fail(
@@ -264,21 +240,21 @@ class StepObserver:
         self._optimizers.updates(optimizer, found)
         known = self.about["gradients"]
         known += [name for name in dict.fromkeys(found) if name not in known]
-        for name, gradient in zip(found, gradients, strict=True):
-            if step.applied.setdefault(name, gradient) is not gradient:
-                self.repeated.add(name)
         step.places = [known.index(name) for name in found]
+        for index, gradient in zip(step.places, gradients, strict=True):
+            if step.applied.setdefault(index, gradient) is not gradient:
+                self.copies.left_out |= {f"{kind}/{index}" for kind in _GRADIENTS}
         self.copies.keep("raw", gradients, step.places)
         return inner(gradients, variables)
 
     def _clip_gradients(self, inner: Callable, gradients: Sequence) -> Any:
         clipped = inner(gradients)
-        if step := self._steps.get(replica_id()):
+        if step := self.copies.step:
             self.copies.keep("clipped", clipped, step.places)
         return clipped
 
     def _all_reduce(self, inner: Callable, pairs: Sequence) -> Any:
         reduced = list(inner(pairs))
-        if step := self._steps.get(replica_id()):
+        if step := self.copies.step:
             self.copies.keep("sums", [gradient for gradient, _ in reduced], step.places)
         return reduced

@@ -17,6 +17,8 @@ from lockstep.recorders.common import (
     rank_path,
     request_of,
     require,
+    require_models,
+    require_type,
 )
 from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
@@ -28,7 +30,7 @@ from lockstep.recorders.torch.recording import Recording, Step, unwrapped
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, random_states, settings_of
-from lockstep.recording import NotRecording
+from lockstep.recording import NotRecording, described, require_optimizer
 
 
 class Recorder:
@@ -186,7 +188,6 @@ class Recorder:
             "device": next((p.device.type for p in own.weights.values()), ""),
             "optimizer": self._optimizer(),
             "layers": layers,
-            "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
             "not_updated": own.not_updated(),
             "trained": own.number - self.request.first_step,
@@ -285,6 +286,13 @@ def record(
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
+    require_models(model, nn.Module, "torch.nn.Module")
+    if optimizer is not None:
+        require_optimizer(optimizer)
+    is_mesh = mesh is None or hasattr(mesh, "mesh_dim_names")
+    require(is_mesh, f"mesh: must be a DeviceMesh, and is {described(mesh)}")
+    require_type("dims", dims, str | Mapping, "a text, or texts by names")
+    require_type("others", others, Mapping | None, "modules by names")
     request = request_of(
         path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
         shards=shards, sample=sample, start=start, first_step=first_step,

@@ -367,6 +367,10 @@ def case_errors():
 
     no_key = {"arguments": ARGUMENTS | {"key": "seed"}}
     refused("^key: no array at 'seed' among 0/a/bias, 0/a/kernel", step, **no_key)
+    refused("^step: must be a function, as from jax.jit, and is None$", None)
+    refused("^arguments: must be the places of arrays by their names, ", step, arguments=None)
+    refused("^optimizer: must be settings by their names, and is an obj", step, optimizer="sgd")
+    refused("^pmap: must be True, or names of arguments, and is an obj", step, pmap=5)
     refused("^batch is missing; add it to arguments", step, arguments={"params": 0})
     refused("^opt_state is missing; add it to arguments", step, outputs={"params": 0})
     refused(r"^keep\('sums'\): 2 calls in a step", twice)

@@ -62,7 +62,7 @@ def check_about(about):
     expected = {
         **{"format": "lockstep trace", "version": 2, "framework": "torch", "num_replicas": 1},
         **{"replicas": [0], "steps": [0, 2], "reduction": "", "order": "reduce, clip"},
-        **{"data_layout": "NCHW", "permuted": None, "replayed": None},
+        **{"permuted": None, "replayed": None},
         **{"micro_batches": [1, 1], "gradients": weights},
     }
     assert about.items() >= expected.items()
@@ -242,6 +242,15 @@ def case_errors():
     first, average = {"replay": "first.npz"}, {"4": {"bias": torch.ones(5)}}
     sharded = type("FullyShardedDataParallel", (nn.Module,), {})()
     for expected, model_of, optimizer, options in (
+        ("model: must be a torch.nn.Module, or a list of several, and is None", None, own, {}),
+        ("model: must be a torch.nn.Module", {}, None, {}),
+        ("optimizer: an object of the type int is no optimizer", model, 5, {}),
+        ("mesh: must be a DeviceMesh, and is an object of the type int", model, own, {"mesh": 5}),
+        ("dims: must be a text", model, own, {"dims": 5}),
+        ("others: must be modules by names", model, own, {"others": [model]}),
+        ("names: must be a mapping of names", model, own, {"names": 5}),
+        ("replay: must be the path of a recording", model, own, {"replay": 5}),
+        ("first_step=one: ", model, own, {"first_step": "one"}),
         ("model: DataParallel is not recorded", nn.DataParallel(model), own, {}),
         ("model: weight is torch.complex64", nn.Linear(2, 2, dtype=torch.complex64), own, {}),
         ("model: FullyShardedDataParallel is not recorded", sharded, own, {}),
@@ -267,6 +276,7 @@ def case_errors():
     for path in ("x.npy", "nowhere/x.npz", b"x.npy"):
         text = f"{os.fsdecode(path)}: must be an .npz"
         refused(text, record_torch.record, path, model, own)
+    refused("path: must be that of an .npz file", record_torch.record, 5, model, own)
     once = network()
     with (again := record_torch.record("again.npz", once, adamw(once), steps=1)):
         plain(once, adamw(once), 0)
