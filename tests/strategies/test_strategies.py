@@ -190,7 +190,7 @@ def test_from_a_saved_state_on_several_steps_in_one_call_are_the_same_steps(walk
 
 @pytest.mark.parametrize("walked", EACH, ids=str)
 def test_what_reads_a_strategy_sees_every_example_once_and_changes_nothing(walked):
-    strategy, _, states, _, copies = walk(walked)
+    strategy, _, states, statistics, copies = walk(walked)
     images, labels = make_images(40)
     # The last of four batches has one example, so that some replicas get none.
     dataset = eval_dataset(images, labels, global_batch_size=13)
@@ -205,6 +205,13 @@ def test_what_reads_a_strategy_sees_every_example_once_and_changes_nothing(walke
     expected = single.evaluate(dataset)
     assert totals[1:] == expected[1:] and totals.examples == 40
     assert totals.loss_sum == pytest.approx(expected.loss_sum, rel=1e-5)
+    if statistics[-1]:
+        apart = [[array + shard for array in own] for shard, own in enumerate(statistics[-1])]
+        strategy.states.load_per_shard_statistics(apart)
+        single.load_state(strategy.state())
+        loss = single.evaluate(dataset).loss
+        assert strategy.evaluate(dataset).loss == pytest.approx(loss, rel=1e-5)
+        strategy.states.load_per_shard_statistics(statistics[-1])
 
 
 @functools.cache

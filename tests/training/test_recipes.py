@@ -54,9 +54,11 @@ def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(mod
     short = [recipe.learning_rate(global_batch_size=256, num_steps=n) for n in (2350, 200, 40)]
     assert short == pytest.approx([recipe.peak_learning_rate * x for x in (1, 1, 0.2)])
     # It rises no faster.
-    peak = recipe.learning_rate(global_batch_size=1024, num_steps=60)
-    assert peak == pytest.approx(0.3 * recipe.peak_learning_rate)
-    assert max(np.diff(rates_of(recipe, peak, 60))) <= recipe.peak_learning_rate / 100 * 1.01
+    for num_steps, growth in ((60, 0.3), (800, 2)):
+        peak = recipe.learning_rate(global_batch_size=1024, num_steps=num_steps)
+        assert peak == pytest.approx(growth * recipe.peak_learning_rate)
+        most = np.diff(rates_of(recipe, peak, num_steps)).max()
+        assert most <= recipe.peak_learning_rate / 100 * 1.01
 
 
 @pytest.mark.parametrize(
