@@ -151,6 +151,7 @@ def craft(**values):
 STEP_7 = dataclasses.asdict(make(7).epochs[0])
 # Functions that change the file of a checkpoint; `campaigns/fuzz.py` has more.
 DAMAGES = [
+    (lambda path: os.truncate(path, 99), "fewer than its header needs"),
     (flip_last_bit, "SHA-256"),
     (replace_by(os.mkfifo), "not a regular file"),
     (replace_by(lambda path: path.symlink_to("elsewhere")), "symbolic links"),
