@@ -168,3 +168,11 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
                 np.testing.assert_allclose(array, other, rtol=1e-6)
         for array, other in zip(state.values(), expected[2].values(), strict=True):
             np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_worker_has_consecutive_items():
+    from strategies.base import Workers
+
+    workers = Workers()
+    workers.index, workers.count = 1, 2
+    assert workers.local_range(6) == range(3, 6)
