@@ -17,7 +17,7 @@
 # make frameworks      installs PyTorch and JAX into .venv-bench, for frameworks/ and the tests of the
 #                      recorders, which make test skips without it
 # make bench           compares speed with PyTorch, JAX and Keras, and writes benchmarks/RESULTS.md
-# make accuracy        trains each model in full with recipe fast, and prints the test accuracies
+# make accuracy        trains each model in full with recipe fast, LeNet with five seeds
 # make recording       runs the commands of the README and writes docs/recording.svg
 # make lock            writes requirements.lock from requirements.txt
 # make clean           removes .venv, .venv-bench and caches
@@ -73,6 +73,8 @@ lint: $(BIN)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/mypy --python-version=3.10 lockstep
 	! git grep -nE '^ *(from|import) (app|models|strategies)\b' -- frameworks
+	! git grep -nE 'keras\.src|tensorflow\.(python|compiler|core|tsl)\b' -- app main.py models \
+	  strategies ':!strategies/tf_private.py'
 	! git grep -nE '^_?[a-z]\w*(: .+)? = (\[|\{|list\(|dict\(|set\(|None$$)' -- app
 	! git grep -nwiE '$(WORDS)' -- '*.md' '*.py' docs/tour.ipynb deploy
 
@@ -91,8 +93,16 @@ recordings: $(BIN)/.installed-dev .venv-bench/.installed
 bench: $(BIN)/.installed .venv-bench/.installed
 	$(BIN)/python benchmarks/run.py --output=benchmarks/RESULTS.md $(ARGS)
 
+# Each training is a run directory under runs/accuracy, which a report then compares.
+FULL := train --recipe=fast --precision=mixed_bfloat16 --dataset=fashion_mnist --device=cpu
+FULL += --num_devices=2 --epochs=10
+
 accuracy: $(BIN)/.installed
-	$(BIN)/python benchmarks/accuracy.py $(ARGS)
+	for seed in 0 1 2 3 4; do \
+	  $(BIN)/python main.py $(FULL) --model=lenet --global_batch_size=128 --seed=$$seed --out=runs/accuracy/lenet-$$seed || exit; \
+	done
+	$(BIN)/python main.py $(FULL) --model=resnet18 --out=runs/accuracy/resnet18
+	$(BIN)/python main.py report runs/accuracy/* --out=runs/accuracy.html
 
 setup: $(BIN)/.installed
 

@@ -5,8 +5,6 @@ import pathlib
 import platform
 import re
 
-# Limit of `--isa` → how the flags begin that it excludes.
-_EXCLUDED = {"AVX2": ("avx_vnni", "avx512", "amx")}
 # What decides how kernels compute: flag → name.
 _WIDTHS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4_1": "SSE4.1"}
 _EXTENSIONS = {"avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_bf16": "AMX"}
@@ -27,12 +25,6 @@ def read_flags() -> frozenset[str]:
     return frozenset(_field("flags").split())
 
 
-def usable_flags() -> frozenset[str]:
-    """Returns the flags without those that oneDNN's limit excludes."""
-    excluded = _EXCLUDED.get(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), ())
-    return frozenset(flag for flag in read_flags() if not flag.startswith(excluded))
-
-
 def computes_in_bfloat16(flags: frozenset[str]) -> bool:
     """Returns whether a processor with these flags multiplies numbers in bfloat16."""
     return bool(flags & {"avx512_bf16", "amx_bf16"})
@@ -40,9 +32,8 @@ def computes_in_bfloat16(flags: frozenset[str]) -> bool:
 
 def name_of_machine() -> str:
     """Returns the name of this processor and of what its kernels compute with."""
-    flags = usable_flags()
+    flags = read_flags()
     widest = next((name for flag, name in _WIDTHS.items() if flag in flags), platform.machine())
     features = [widest, *(name for flag, name in _EXTENSIONS.items() if flag in flags)]
     name = _field("model name") or platform.processor() or platform.machine()
-    limit = " limited to" if flags != read_flags() else ":"
-    return f"{name}{limit} {', '.join(features)}, {os.cpu_count()} cores"
+    return f"{name}: {', '.join(features)}, {os.cpu_count()} cores"

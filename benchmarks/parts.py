@@ -1,19 +1,9 @@
 """Defines what is measured: the programs, the parts in which they are timed, their environment."""
 
 import dataclasses
-import platform
 
 import machine
 
-# Limit → what makes oneDNN, PyTorch, MKL and XLA compute as on such a processor.
-ISA = {
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
-    }
-}
 KERNELS = "TF_ENABLE_ONEDNN_OPTS"
 EIGEN, ONEDNN = f"{KERNELS}=0", f"{KERNELS}=1"
 
@@ -56,7 +46,8 @@ class Part:
     """Programs that are measured in turn, with the same flags.
 
     `ratios` has programs and bases to compare besides each peer's best. `num_steps` are those of a
-    block, which is an epoch; 0 for as many as `BLOCK_SEC` says.
+    block, which is an epoch, with the test accuracy after the first; 0 for as many as `BLOCK_SEC`
+    says.
     """
 
     title: str
@@ -64,11 +55,6 @@ class Part:
     programs: tuple[str, ...]
     ratios: tuple[tuple[str, str], ...] = ()
     num_steps: int = 0
-
-    @property
-    def tests_first_block(self) -> bool:
-        """Whether the test accuracy is computed after the first block, an epoch, untimed."""
-        return self.num_steps > 0
 
 
 LENET = "--model=lenet --global_batch_size=256"
@@ -98,26 +84,15 @@ PARTS = {
 _FLAGS_OF_TENSORFLOW = {
     *("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 }
-QUICK = ("lenet", "resnet18")
-QUICK_PROGRAMS = (*OWN, "manual × 2, Eigen", "PyTorch DDP × 2", "PyTorch DDP × 2, bfloat16")
 
 
 def environment_of(name: str) -> dict[str, str | None]:
     """Returns the variables of a program, whatever kernels the user of this one has chosen.
 
-    None removes one. Keras and d2l compute with the kernels that TensorFlow chooses, as after an
-    installation.
+    None removes a variable: then each program computes with its kernels after an installation.
     """
-    environment, words = dict[str, str | None](), PROGRAMS[name].split()
-    flags, usable = machine.read_flags(), machine.usable_flags()
-    if "=" in words[0]:
-        variable, _, environment[variable] = words[0].partition("=")
-    elif words[0] == "lockstep":
-        if platform.machine() == "x86_64" and "avx2" in flags:
-            environment[KERNELS] = "1"
-    elif usable != flags and usable.isdisjoint(_FLAGS_OF_TENSORFLOW):
-        environment[KERNELS] = "0"  # TensorFlow does not see the limit of --isa.
-    return {KERNELS: None, **environment}
+    words = PROGRAMS[name].split()
+    return {KERNELS: words[0].partition("=")[2] or None}
 
 
 def why_left_out(name: str, flags: frozenset[str]) -> str:

@@ -17,15 +17,14 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
-import math
 import os
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -40,48 +39,7 @@ MODULES = {
 }  # fmt: skip
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable parameters.
 NUM_WARMUP_STEPS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A recipe of the project for LeNet, in which PyTorch trains.
-
-    `warmup` is the fraction of the steps in which the learning rate rises to its peak, before a
-    cosine decay to 0; None for a constant one. "shift" shifts half of the images by a pixel.
-    """
-
-    pixel_mean: float = 0.0
-    pixel_std: float = 255.0
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    warmup: float | None = None
-    augmentation: Literal["none", "shift"] = "none"
-
-    def learning_rates(self, base: float, *, global_batch_size: int, num_steps: int) -> list[float]:
-        """Returns the learning rate of each step; `base` is the peak at a global batch of 256."""
-        if self.warmup is None:
-            return [base] * num_steps
-        growth = global_batch_size / 256
-        rise = max(1.0, math.sqrt(growth))
-        peak = base * min(growth, rise) * min(1.0, num_steps / (200 * rise))
-        least = max(100, round(100 * peak / base))
-        num_warmup = max(round(self.warmup * num_steps), min(least, num_steps // 2))
-        num_decay = max(1, num_steps - num_warmup)
-        return [
-            peak * step / num_warmup
-            if step < num_warmup
-            else peak * (1 + math.cos(math.pi * (step - num_warmup) / num_decay)) / 2
-            for step in range(num_steps)
-        ]
-
-
-RECIPES = {
-    "d2l": Recipe(),
-    "fast": Recipe(
-        pixel_mean=72.94, pixel_std=90.02, momentum=0.9, weight_decay=5e-4, warmup=0.2,
-        augmentation="shift",
-    ),
-}  # fmt: skip
+MakeStep = Callable[[np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +64,7 @@ class Job:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of plain SGD, constant."""
+        """The learning rate of plain SGD; of recipe `fast`, the peak."""
         return common.LEARNING_RATES[self.model]
 
     @functools.cached_property
@@ -129,6 +87,14 @@ class Job:
             for where in slices:
                 yield order[where]
 
+    def train(self, batches: Iterator[np.ndarray], num_steps: int, make_step: MakeStep) -> int:
+        """Makes a step on each of some batches of indices; returns the number of images."""
+        num_images = 0
+        for rows in itertools.islice(batches, num_steps):
+            make_step(rows)
+            num_images += len(rows)
+        return num_images
+
     def check_parameters(self, number: int) -> None:
         """Raises an error unless the network has the parameters that all programs train."""
         if number != NUM_PARAMETERS[self.model]:
@@ -145,7 +111,7 @@ def parse(arguments: Sequence[str]) -> Job:
     parser.add_argument("--num_devices", type=int, default=2)
     parser.add_argument("--data_dir", required=True)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--recipe", choices=RECIPES, default="d2l")
+    parser.add_argument("--recipe", choices=["d2l", "fast"], default="d2l")
     parser.add_argument("--strategy", default="manual")
     return Job(**vars(parser.parse_args(arguments)))
 

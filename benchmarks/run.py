@@ -2,8 +2,6 @@
 
     make bench                    everything, about 40 minutes; writes benchmarks/RESULTS.md
     make bench ARGS=--only=lenet  one part; writes no page
-    make bench ARGS=--quick       this project and PyTorch, short blocks: at most five minutes
-    make bench ARGS=--isa=avx2    as on a processor with AVX2 alone
 
 A round times one block of each program in turn, while the others sleep, so that disturbances affect
 all of them. Ratios are of medians over the rounds, with 95 % bootstrap intervals over rounds. The
@@ -37,11 +35,11 @@ import parts
 from app.console import count
 from app.errors import reason_of
 from app.records.files import write_file
-from parts import EIGEN, ISA, ONEDNN, OWN, PARTS, PROGRAMS, QUICK, Part
+from parts import EIGEN, ONEDNN, OWN, PARTS, PROGRAMS, Part
 
 STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
 NUM_ROUNDS = 9
-BLOCK_SEC, QUICK_BLOCK_SEC = 2.0, 1.0  # Of `manual`, at least a step.
+BLOCK_SEC = 2.0  # Of `manual`, at least a step.
 
 
 class Running:
@@ -96,8 +94,7 @@ def choose_num_steps(part: Part, options: argparse.Namespace) -> int:
     with start(OWN[0], part, 1, options) as probe:
         probe.ask()
         step_sec = min(probe.ask("steps")["sec"] for _ in range(3))
-    block_sec = QUICK_BLOCK_SEC if options.quick else BLOCK_SEC
-    num_steps = part.num_steps or max(1, math.ceil(block_sec / step_sec))
+    num_steps = part.num_steps or max(1, math.ceil(BLOCK_SEC / step_sec))
     print(
         f"{part.title}: {len(part.programs)} programs, {options.rounds} rounds of blocks of"
         f" {count(num_steps, 'step')}",
@@ -110,8 +107,8 @@ def measure(part: Part, options: argparse.Namespace) -> Iterator[dict[str, Any]]
     """Times a block of every program of a part in each round.
 
     Yields:
-        After each round: name → "versions", the seconds per image of each block in "secs",
-        "images", and the test accuracy where it is computed.
+        After each round: name → "versions", the seconds per image of each block in "secs", and
+        the test accuracy where it is computed.
     """
     num_steps = choose_num_steps(part, options)
     results: dict[str, Any] = {}
@@ -121,15 +118,14 @@ def measure(part: Part, options: argparse.Namespace) -> Iterator[dict[str, Any]]
             names = part.programs[first : first + STARTED_TOGETHER]
             started = [start(name, part, num_steps, options) for name in names]
             for each in map(stack.enter_context, started):
-                results[each.name] = {**each.ask(), "secs": [], "images": []}
+                results[each.name] = {**each.ask(), "secs": []}
             running += started
         begin = time.monotonic()
         for number in range(options.rounds):
             for each in running if number % 2 == 0 else reversed(running):
                 answer, result = each.ask("steps"), results[each.name]
                 result["secs"].append(answer["sec"] / answer["images"])
-                result["images"].append(answer["images"])
-                if part.tests_first_block and number == 0:
+                if part.num_steps and number == 0:
                     result |= each.ask("evaluate")
             took = time.monotonic() - begin
             print(f"  round {number + 1} of {options.rounds}, {took:.0f} s", flush=True)
@@ -140,17 +136,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options, checked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--quick", action="store_true", help="PyTorch alone, short blocks, no page")
-    parser.add_argument("--isa", choices=ISA, help="compute as on a processor with these alone")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
-    parser.add_argument("--out", type=pathlib.Path, help="runs/bench; with --quick bench-quick")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench"))
     parser.add_argument("--output", type=pathlib.Path, help="page, if every part is measured")
     parser.add_argument("--peers_python", default=FOLDER.parent / ".venv-bench/bin/python")
     options = parser.parse_args(arguments)
-    options.out = options.out or pathlib.Path("runs/bench-quick" if options.quick else "runs/bench")
-    if options.quick and options.only not in (None, *QUICK):
-        parser.error(f"--quick has the parts {' and '.join(QUICK)}, not --only={options.only}")
     if options.rounds < 1:
         parser.error(f"--rounds={options.rounds} must be at least 1; use 5 or more")
     if not options.data_dir:
@@ -158,9 +149,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             "error: --data_dir is missing and $FASHION_MNIST_DIR is not set; pass the folder with"
             " the four files of Fashion-MNIST"
         )
-    for name in (name for limits in ISA.values() for name in limits):
-        if name != "XLA_FLAGS" and os.environ.get(name):
-            sys.exit(f"error: {name} limits some programs only; unset it, or use --isa")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,9 +159,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested parts; prints and saves the results as they are measured."""
     options = parse(arguments)
-    for name, value in ISA.get(options.isa, {}).items():
-        os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
-    flags = machine.usable_flags()
+    flags = machine.read_flags()
     results: dict[str, Any] = {
         "machine": machine.name_of_machine(),
         "command": f"benchmarks/run.py {shlex.join(arguments or sys.argv[1:])}",
@@ -184,13 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(results["machine"])
     reasons = dict.fromkeys(parts.why_left_out(name, flags) for name in PROGRAMS)
     results["left_out"] = [reason for reason in reasons if reason]
-    for name in [options.only] if options.only else QUICK if options.quick else PARTS:
-        part = PARTS[name]
-        chosen = [p for p in part.programs if not options.quick or p in parts.QUICK_PROGRAMS]
-        part = dataclasses.replace(
-            part, programs=tuple(p for p in chosen if not parts.why_left_out(p, flags))
-        )
-        for measured in measure(part, options):
+    for name in [options.only] if options.only else PARTS:
+        chosen = tuple(p for p in PARTS[name].programs if not parts.why_left_out(p, flags))
+        for measured in measure(dataclasses.replace(PARTS[name], programs=chosen), options):
             results["parts"][name] = measured
             for result in measured.values():
                 results["versions"] |= result["versions"]

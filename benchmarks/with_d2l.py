@@ -4,6 +4,7 @@ Nothing is compiled. In eager mode the devices of one process run one after anot
 with all threads.
 """
 
+import numpy as np
 import tensorflow as tf
 
 import data_parallel
@@ -32,14 +33,14 @@ class Training:
         self._job.check_parameters(sum(value.size for value in values))
         self._batches = self._job.index_batches()
 
+    def _make_step(self, rows: np.ndarray) -> None:
+        images, labels = self._job.data[0]
+        self._train_batch(tf.constant(images[rows]), tf.constant(labels[rows], tf.int32))
+
     def train_steps(self, num_steps: int) -> int:
         """Trains; returns the number of images."""
-        (images, labels), num_images = self._job.data[0], 0
-        for _ in range(num_steps):
-            rows = next(self._batches)
-            self._train_batch(tf.constant(images[rows]), tf.constant(labels[rows], tf.int32))
-            num_images += len(rows)
-        self._params[0][-1].numpy()
+        num_images = self._job.train(self._batches, num_steps, self._make_step)
+        self._params[0][-1].numpy()  # Waits for the last step.
         return num_images
 
     def evaluate(self) -> float:

@@ -64,12 +64,7 @@ class Training:
 
     def train_steps(self, num_steps: int) -> int:
         """Trains; returns the number of images."""
-        num_images = 0
-        for _ in range(num_steps):
-            rows = next(self._batches)
-            self._make_step(rows)
-            num_images += len(rows)
-        return num_images
+        return self._job.train(self._batches, num_steps, self._make_step)
 
     def evaluate(self) -> float:
         """Returns the test accuracy."""

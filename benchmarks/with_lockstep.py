@@ -1,32 +1,23 @@
 """Trains with Lockstep."""
 
 import math
-from typing import Any
 
 from app.devices.setup import set_up
 from app.options import Config
 from program import NUM_WARMUP_STEPS, Job
 
 
-def config_of(job: Job) -> Config:
-    """Returns the options of the training."""
-    options: dict[str, Any] = {"strategy": job.strategy, "recipe": job.recipe, "model": job.model}
-    if job.strategy != "single":
-        options["num_gpus"] = job.num_devices
-    if job.precision == "bfloat16":
-        options["precision"] = "mixed_bfloat16"
-    epochs = 1 if job.recipe == "fast" else 10
-    return Config.of(
-        "train", dataset="fashion_mnist", device="cpu", data_dir=job.data_dir, epochs=epochs,
-        global_batch_size=job.global_batch_size, **options,
-    )  # fmt: skip
-
-
 class Training:
     """A training that is warmed up."""
 
     def __init__(self, job: Job) -> None:
-        config = config_of(job)
+        config = Config.of(
+            "train", strategy=job.strategy, recipe=job.recipe, model=job.model, device="cpu",
+            num_gpus=job.num_devices, global_batch_size=job.global_batch_size,
+            precision="mixed_bfloat16" if job.precision == "bfloat16" else "float32",
+            epochs=1 if job.recipe == "fast" else 10, dataset="fashion_mnist",
+            data_dir=job.data_dir,
+        )  # fmt: skip
         devices = set_up(config)
 
         from app.data.batches import eval_dataset

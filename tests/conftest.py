@@ -25,8 +25,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
 # A worker gets whole files, these first, so that no long one is left for the end.
 LONGEST = [
-    "test_strategies", "test_verify", "test_survival", "test_commands", "test_training",
-    "test_docs",
+    "test_strategies", "test_verify", "test_commands", "test_training", "test_workers",
+    "test_survival", "test_docs",
 ]  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 

@@ -1,39 +1,66 @@
 """What workers say to each other, and that their parts of a batch are disjoint and complete."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from app.devices import setup
 from app.devices.local_workers import call_on_workers
 from app.options import Config
-from strategies.base import Workers
 
-CONFIG = Config.of(
-    strategy="multi_worker", device="cpu", dataset="synthetic", num_train_examples=50,
-    global_batch_size=20, num_workers=2,
-)  # fmt: skip
+OPTIONS = {"device": "cpu", "global_batch_size": 20, "epochs": 2}
+CONFIG = Config.of(strategy="multi_worker", num_workers=2, **OPTIONS)
+
+pytestmark = pytest.mark.parity  # The workers have TensorFlow's optimizer, too.
 
 
-def work(channel, config):
+def work(channel, config, run_dir):
     """Runs in each worker: one start of TensorFlow for all that is asked of them."""
     devices = setup.set_up(config)
-    results = talk(devices, config), normalise(devices)
-    devices.workers.leave()
-    return results
+    said, normalised = talk(devices), normalise(devices)
+    # In the end, a training waits for all workers.
+    return said, normalised, train(config, devices, run_dir if devices.workers.is_chief else None)
 
 
 @pytest.fixture(scope="module")
-def per_worker():
+def per_worker(tmp_path_factory):
     """What each of two workers returns from `work`."""
-    return call_on_workers(CONFIG, work, CONFIG, on_message=print)
+    run_dir = tmp_path_factory.mktemp("workers")
+    return call_on_workers(CONFIG, work, CONFIG, run_dir, on_message=print)
 
 
-def talk(devices, config):
+def train(config, devices, run_dir):
+    """Trains a dense layer; returns the epochs, without their times."""
+    from app.training import loop
+    from app.training.build import TrainingRun
+    from models import MODELS
+    from tests.conftest import generated
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
+        patch.setattr(loop, "plot_accuracy", lambda *arguments: None)
+        run = TrainingRun(config, devices, generated(50, 30))
+        epochs = loop.TrainingLoop(run, run_dir).run()
+    return [dataclasses.replace(each, epoch_sec=0.0, evaluation_sec=0.0) for each in epochs]
+
+
+def test_workers_train_like_one_process(per_worker, tmp_path):
+    from tests.conftest import CPUS
+
+    devices = setup.Devices(CPUS[:2], simulated=True)
+    expected = train(Config.of(strategy="manual", **OPTIONS), devices, tmp_path)
+    assert [each.step for each in expected] == [3, 6]
+    assert per_worker[0][2] == expected
+    for own, each in zip(per_worker[1][2], expected, strict=True):
+        assert own == dataclasses.replace(each, weights_sha256="")  # The chief writes.
+
+
+def talk(devices):
     """Every kind of message, and the shards of three batches."""
     import tensorflow as tf
 
-    from app.training.build import build_strategy
-    from app.training.checks import check_all_reduce
+    from strategies import load_strategy_class
 
     workers, index = devices.workers, devices.workers.index
     said = {
@@ -44,8 +71,7 @@ def talk(devices, config):
         "largest": workers.all_reduce_max(index, -index, 0.1 + index),
         "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
     }
-    strategy = build_strategy(config, devices)
-    check_all_reduce(strategy)
+    strategy = load_strategy_class("multi_worker")(devices.names, workers=workers)
     images = np.zeros((50, 28, 28, 1), np.uint8)
     images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.
     dataset = tf.data.Dataset.from_tensor_slices((images, np.zeros(50, np.int32)))
@@ -61,7 +87,7 @@ def talk(devices, config):
 
 
 def test_workers_talk_and_split_every_batch(per_worker):
-    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, _ in per_worker)
+    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, *_ in per_worker)
     assert (ids, other_ids) == ([0], [1])
     for said in (chief, other):
         for index, (floats, numbers) in enumerate(said.pop("arrays")):
@@ -107,37 +133,34 @@ def normalise(devices):
 
     strategy = load_strategy_class("multi_worker")(devices.names, workers=devices.workers)
     results = train_with_batch_norm(strategy)
-    own = results[1]
+    own, state = results[1], results[2]
     check_copies(strategy)
-    strategy.load_state(results[2])
+    strategy.load_state(state)
     averaged = strategy.states.per_shard_statistics()
     strategy.states.broadcast(own if devices.workers.is_chief else [])
     given_back = strategy.states.per_shard_statistics()
     if not devices.workers.is_chief:
-        strategy.load_state({name: array + 1 for name, array in results[2].items()})
-    try:
+        strategy.load_state({name: array + 1 for name, array in state.items()})
+    with pytest.raises(ReplicaDivergenceError, match="differs from replica 0"):
         check_copies(strategy)
-        divergence = ""
-    except ReplicaDivergenceError as error:
-        divergence = str(error)
     strategy.states.broadcast()
-    return *results, averaged, given_back, divergence, strategy.state()
+    return *results, averaged, given_back, strategy.state()
 
 
 def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
+    # Not at the top: a worker imports TensorFlow in `set_up`.
     from strategies import load_strategy_class
-    from tests.conftest import CPUS  # A worker must not find devices made already.
+    from tests.conftest import CPUS
+    from tests.strategies.walks import assert_same_bits
 
     expected = train_with_batch_norm(load_strategy_class("manual")(CPUS[:2]))
-    for _, results in per_worker:
-        totals, own, state, evaluated, averaged, given_back, divergence, shared = results
-        assert len(own) == len(given_back) == 2
+    for _, results, _ in per_worker:
+        totals, own, state, evaluated, averaged, given_back, shared = results
+        assert len(own) == len(given_back) == 2 and averaged == []
         assert totals[1:] == expected[0][1:] and totals[2] == 60
         assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
         assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
-        assert averaged == [] and "differs from replica 0" in divergence
-        for name, array in per_worker[0][1][-1].items():
-            np.testing.assert_array_equal(shared[name], array, err_msg=name)
+        assert_same_bits(shared, per_worker[0][1][-1])
         for replica, arrays in enumerate(own):
             copies = arrays, given_back[replica], expected[1][replica]
             for array, copy, other in zip(*copies, strict=True):
@@ -147,7 +170,9 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
             np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
 
 
-def test_one_process_is_all_there_is():
+def test_a_worker_has_consecutive_items():
+    from strategies.base import Workers
+
     workers = Workers()
-    assert workers.is_chief and workers.gather(b"a") == [b"a"] and workers.broadcast(b"a") == b"a"
-    assert workers.all_reduce_max(3, 0.5) == [3.0, 0.5]
+    workers.index, workers.count = 1, 2
+    assert workers.local_range(6) == range(3, 6)

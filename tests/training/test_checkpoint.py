@@ -55,11 +55,8 @@ def make_history(num_epochs, **changes):
 
 def make(step=7, num_finished=0):
     """Returns the checkpoint of a training after so many steps, and finished epochs."""
-    epochs = make_history(num_finished)
-    if epochs:
-        epochs[-1] = dataclasses.replace(epochs[-1], step=step)
-    else:
-        epochs = [EpochRecord(1, step, step, 0.1, 2, 7, 0.7)]
+    epochs = make_history(num_finished) or [EpochRecord(1, 0, step, 0.1, 2, 7, 0.7)]
+    epochs[-1] = dataclasses.replace(epochs[-1], step=step)
     return Checkpoint(RUN_METADATA, epochs, STATE, STATISTICS)
 
 
@@ -121,9 +118,6 @@ def test_temporary_ones_and_others_are_not_seen(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
 
 
-NO_HASH = b"0" * 64
-
-
 def replace_by(make):
     def damage(path):
         path.rename(path.with_name("elsewhere"))
@@ -137,44 +131,32 @@ def flip_last_bit(path):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def header_of(path):
-    content = path.read_bytes()
-    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-
-
-def sign(path, content):
-    sha256 = hashlib.sha256(content).hexdigest()
-    path.write_bytes(content.replace(NO_HASH, sha256.encode(), 1))
-
-
 def craft(**values):
-    """The header says something else, and the hash is right again."""
+    """Returns a function after which the header says something else, with the right hash."""
 
     def damage(path):
-        about = json.loads(header_of(path)["checkpoint"]) | values
-        texts = {"checkpoint": json.dumps(about), "sha256": NO_HASH.decode()}
-        sign(path, safetensors.numpy.save(safetensors.numpy.load_file(path), metadata=texts))
+        content, no_hash = path.read_bytes(), "0" * 64
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])["__metadata__"]
+        about = json.dumps(json.loads(header["checkpoint"]) | values)
+        content = safetensors.numpy.save(
+            safetensors.numpy.load(content), {"checkpoint": about, "sha256": no_hash}
+        )
+        sha256 = hashlib.sha256(content).hexdigest()
+        path.write_bytes(content.replace(no_hash.encode(), sha256.encode(), 1))
 
     return damage
 
 
-def reshape(path):
-    """Gives an array another shape than the file has room for; the hash is right again."""
-    content = path.read_bytes().replace(header_of(path)["sha256"].encode(), NO_HASH)
-    sign(path, content.replace(b'"shape":[2,3]', b'"shape":[9,9]'))
-
-
-OTHER = dataclasses.asdict(make(7).epochs[0])
+STEP_7 = dataclasses.asdict(make(7).epochs[0])
 # Functions that change the file of a checkpoint; `campaigns/fuzz.py` has more.
 DAMAGES = [
-    (lambda path: os.truncate(path, path.stat().st_size // 2), ""),
+    (lambda path: os.truncate(path, 99), "fewer than its header needs"),
     (flip_last_bit, "SHA-256"),
     (replace_by(os.mkfifo), "not a regular file"),
     (replace_by(lambda path: path.symlink_to("elsewhere")), "symbolic links"),
-    (craft(epochs=[OTHER]), "by its header it is step-00000007"),
-    (craft(epochs=[{**OTHER, "step": "8"}]), "step is '8'"),
-    (craft(per_shard_statistics=[1, 1, 1]), "statistics/2/0"),
-    (reshape, ""),
+    (craft(epochs=[STEP_7]), "by its header it is step-00000007"),
+    (craft(epochs=[{**STEP_7, "step": "8"}]), "step is '8'"),
 ]
 
 
@@ -215,9 +197,8 @@ def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
         find_newest_checkpoint(tmp_path)
 
 
-def test_the_hash_is_of_the_model_in_order():
+def test_the_hash_is_of_the_model():
     whole = checkpoints.weights_sha256(STATE)
     assert whole == checkpoints.weights_sha256({**STATE, "optimizer/iteration": np.array(8)})
-    changed = STATE["model/conv/bias"].copy()
-    changed[2] = np.nextafter(changed[2], np.float32(1))
+    changed = np.nextafter(STATE["model/conv/bias"], np.float32([1, 0.5, 0.5]))
     assert whole != checkpoints.weights_sha256({**STATE, "model/conv/bias": changed})

@@ -1,4 +1,4 @@
-"""The data set, generated or read, its subsets and hashes; the order of examples."""
+"""The order of examples; the generated data set, subsets and hashes."""
 
 import collections
 import dataclasses
@@ -7,21 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from app.data import fashion_mnist
 from app.data.batches import (
     augmented_versions,
     batch_of_step,
     epoch_versions,
-    eval_dataset,
     num_steps_per_epoch,
     train_dataset,
 )
-from app.data.fashion_mnist import load_data
-from app.errors import DataError
-from app.options import Config
 from tests.conftest import generated
-
-# The order of examples: complete, seeded, resumable, equal for every strategy.
 
 
 def numbered(num_examples):
@@ -94,8 +87,8 @@ def test_images_are_changed_in_half_of_the_epochs_by_seed_and_epoch_alone(augmen
 
 @pytest.mark.parametrize("augmentation", ["none", "flip", "shift"])
 def test_a_batch_computed_from_the_arrays_is_that_of_the_pipeline(augmentation):
-    arrays, options = small(25), {"seed": 3, "global_batch_size": 8, "augmentation": augmentation}
-    arrays = arrays.train_images, arrays.train_labels
+    options = {"seed": 3, "global_batch_size": 8, "augmentation": augmentation}
+    arrays = numbered(25)
     for step, batch in enumerate(itertools.islice(train_dataset(*arrays, **options), 6)):
         own = batch_of_step(*arrays, step=step, **options)
         for found, expected in zip(batch, own, strict=True):
@@ -111,39 +104,24 @@ def test_a_shifted_image_has_zeros_where_nothing_remains():
     assert {((0, 0, 0), (0, 1, 2)), ((5, 6, 0), (0, 0, 0)), ((0, 1, 2), (0, 4, 5))} <= found
 
 
-def test_evaluation_is_in_order_and_ends():
-    batches = index_batches(eval_dataset(*numbered(10), global_batch_size=4), 99)
-    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-# Data sets.
-
-
-def small(num_train=200, seed=0):
-    return generated(num_train, 50, seed)
-
-
-def test_generated_set_has_the_form_of_the_real_one_and_follows_from_the_seed():
-    dataset = small()
-    for images, labels, count in (
-        (dataset.train_images, dataset.train_labels, 200),
-        (dataset.test_images, dataset.test_labels, 50),
-    ):
-        assert images.shape == (count, 28, 28, 1) and images.dtype == labels.dtype == np.uint8
+def test_generated_images_follow_from_the_seed_and_their_hash_from_images_labels_and_order():
+    dataset = generated(200, 50)
+    assert dataset.test_images.shape == (50, 28, 28, 1)
+    assert dataset.train_images.dtype == dataset.test_labels.dtype == np.uint8
     assert np.bincount(dataset.train_labels).tolist() == [20] * 10
-    means = dataset.train_images.mean(axis=(1, 2, 3))
-    assert np.all(means > 3) and np.all(means < 200)
-    assert dataset.sha256() == small().sha256() != small(seed=1).sha256()
+    assert dataset.sha256() == generated(200, 50).sha256() != generated(200, 50, seed=1).sha256()
     assert dataset.sha256()[:12] == "fff960cf8521"  # With the pinned NumPy.
-    assert not np.array_equal(dataset.train_images[:50], dataset.test_images)
+    labels, images = np.roll(dataset.train_labels, 1), dataset.train_images[::-1]
+    order = {"train_images": images, "train_labels": dataset.train_labels[::-1]}
+    variants = [dataclasses.replace(dataset, **own) for own in ({"train_labels": labels}, order)]
+    assert len({each.sha256() for each in (dataset, *variants)}) == 3
 
 
-@pytest.mark.parametrize("num_examples", [57, 200])
-def test_subsets_are_balanced_and_keep_the_order(num_examples):
-    dataset = small()
-    subset = dataset.with_train_subset(num_examples, seed=4)
+def test_subsets_are_balanced_and_keep_the_order():
+    dataset = generated(200, 50)
+    subset = dataset.with_train_subset(57, seed=4)
     counts = np.bincount(subset.train_labels, minlength=10)
-    assert counts.sum() == num_examples and counts.max() - counts.min() <= 1
+    assert counts.sum() == 57 and counts.max() - counts.min() <= 1
     rows = {image.tobytes(): i for i, image in enumerate(dataset.train_images)}
     positions = [rows[image.tobytes()] for image in subset.train_images]
     assert positions == sorted(set(positions))
@@ -151,22 +129,5 @@ def test_subsets_are_balanced_and_keep_the_order(num_examples):
     assert subset.test_images is dataset.test_images
     tests = dataset.with_test_subset(10, seed=4)
     assert sorted(tests.test_labels) == [*range(10)] and tests.train_images is dataset.train_images
-    again, other = (dataset.with_train_subset(num_examples, seed=s).sha256() for s in (4, 5))
-    assert subset.sha256() == again and (num_examples == 200 or again != other)
-
-
-def test_the_hash_is_of_labels_and_order_too():
-    dataset = small()
-    labels, images = np.roll(dataset.train_labels, 1), dataset.train_images[::-1]
-    order = {"train_images": images, "train_labels": dataset.train_labels[::-1]}
-    variants = [dataclasses.replace(dataset, **own) for own in ({"train_labels": labels}, order)]
-    assert len({each.sha256() for each in (dataset, *variants)}) == 3
-
-
-def test_damaged_data_is_not_replaced(monkeypatch):
-    def load_fashion_mnist(data_dir):
-        raise DataError("damaged; download it again")
-
-    monkeypatch.setattr(fashion_mnist, "load_fashion_mnist", load_fashion_mnist)
-    with pytest.raises(DataError, match="damaged"):
-        load_data(Config.of(dataset="auto"))
+    again, other = (dataset.with_train_subset(57, seed=seed).sha256() for seed in (4, 5))
+    assert subset.sha256() == again != other

@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 
 from app.data import fashion_mnist
-from app.data.fashion_mnist import SHA256, DataMissingError, check_connection, load_fashion_mnist
+from app.data.fashion_mnist import (
+    SHA256,
+    DataMissingError,
+    check_connection,
+    load_data,
+    load_fashion_mnist,
+)
 from app.errors import DataError
+from app.options import Config
 from tests.conftest import idx_files
 
 TRAIN_IMAGES, _, TEST_IMAGES, TEST_LABELS = SHA256
@@ -63,10 +70,12 @@ def test_only_data_that_is_missing_is_replaced(folder, tmp_path):
         with pytest.raises(DataMissingError):
             load_fashion_mnist(str(path))
     (manual / f"{TEST_LABELS}.gz").write_bytes(b"")
-    for damaged in (prepare(folder), manual, None):
+    for damaged in (prepare(folder), manual):
         with pytest.raises(DataError) as refusal:
-            load_fashion_mnist(damaged and str(damaged))
+            load_fashion_mnist(str(damaged))
         assert not isinstance(refusal.value, DataMissingError)
+    with pytest.raises(DataError, match="0 bytes with SHA-256"):
+        load_data(Config.of(dataset="auto"))
 
 
 def prepare(folder):

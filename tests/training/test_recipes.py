@@ -19,20 +19,15 @@ def rates_of(recipe, peak, num_steps):
     return compute(tf.range(num_steps + 1)).numpy()
 
 
-def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
+def test_d2l_is_plain_sgd_and_fast_has_momentum_and_weight_decay_and_changes_images():
     for model, size, rate in [("lenet", 256, 0.2), ("resnet18", 256, 0.1), ("resnet18", 512, 0.2)]:
         recipe = find_recipe("d2l", model)
         assert recipe.learning_rate(global_batch_size=size, num_steps=1) == rate
-    optimizer = recipe.create_optimizer(0.2, 100)
-    assert isinstance(optimizer, keras.optimizers.SGD)
-    assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0, False, None)
-    assert float(optimizer.learning_rate) == pytest.approx(0.2)
-
-
-def test_fast_is_sgd_with_nesterov_momentum_and_weight_decay():
-    optimizer = find_recipe("fast", "lenet").create_optimizer(0.1, 400)
-    found = (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay)
-    assert found == (0.9, True, 5e-4)
+    assert float(recipe.create_optimizer(0.2, 100).learning_rate) == pytest.approx(0.2)
+    for name, expected in ("d2l", (0, False, None)), ("fast", (0.9, True, 5e-4)):
+        sgd = find_recipe(name, "lenet").create_optimizer(0.2, 100)
+        assert isinstance(sgd, keras.optimizers.SGD)
+        assert (sgd.momentum, sgd.nesterov, sgd.weight_decay) == expected
     used = {(r, m): of.augmentation for r, models in RECIPES.items() for m, of in models.items()}
     assert {key: kind for key, kind in used.items() if kind != "none"} == {
         ("fast", "lenet"): "shift", ("fast", "resnet18"): "flip",
@@ -47,13 +42,6 @@ def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup):
     assert rates[-1] == pytest.approx(0, abs=1e-7)
 
 
-def test_with_a_large_batch_the_rate_of_fast_rises_no_faster():
-    recipe = find_recipe("fast", "lenet")
-    peak = recipe.learning_rate(global_batch_size=1024, num_steps=60)
-    assert max(np.diff(rates_of(recipe, peak, 60))) <= 0.2 / 100 * 1.01
-    assert peak == pytest.approx(0.06)
-
-
 @pytest.mark.parametrize("model", ["lenet", "resnet18", "a_new_model"])
 def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(model):
     recipe = find_recipe("fast", model)
@@ -65,6 +53,12 @@ def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(mod
     # A short run rises less high.
     short = [recipe.learning_rate(global_batch_size=256, num_steps=n) for n in (2350, 200, 40)]
     assert short == pytest.approx([recipe.peak_learning_rate * x for x in (1, 1, 0.2)])
+    # It rises no faster.
+    for num_steps, growth in ((60, 0.3), (800, 2)):
+        peak = recipe.learning_rate(global_batch_size=1024, num_steps=num_steps)
+        assert peak == pytest.approx(growth * recipe.peak_learning_rate)
+        most = np.diff(rates_of(recipe, peak, num_steps)).max()
+        assert most <= recipe.peak_learning_rate / 100 * 1.01
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from app.errors import (
 from app.options import Config
 from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
 from app.records.files import write_file
-from app.records.history import event_files, finished, load_history, load_summary, summarize
+from app.records.history import finished, load_history, load_summary, summarize
 from app.records.run_directory import open_run_directory
 from app.training import loop as loops
 from app.training.build import TrainingRun
@@ -246,10 +246,6 @@ def start_and_train(dataset, path, **options):
 
 def check_records(run_dir, summary):
     """Checks what a run of 2 epochs of 5 steps leaves."""
-    assert {path.name for path in run_dir.iterdir()} == {
-        "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "checkpoints", ".lock",
-        "config.json", *(path.name for path in event_files(run_dir)),
-    }  # fmt: skip
     assert load_summary(run_dir) == summary
     assert (summary["status"], summary["steps"], summary["epochs"]) == ("finished", 10, 2)
     assert (summary["num_test_examples"], summary["learning_rate"]) == (70, 0.2 * 64 / 256)
@@ -351,11 +347,9 @@ def test_a_damaged_checkpoint_is_replaced_by_the_training_that_resumes(
 
 def test_another_training_is_refused(dataset, copy, monkeypatch):
     other = dataclasses.replace(dataset, test_images=255 - dataset.test_images)
-    changed = "strategy single → manual; .*devices /device:CPU:0 → /device:CPU:0, /device:CPU:1"
     for data, options, told in (
         (dataset, {"global_batch_size": 30, "seed": 5}, "global_batch_size 64 → 30; seed 0 → 5"),
         (dataset, {"learning_rate": 0.03125}, "learning_rate 0.05 → 0.03125"),
-        (dataset, {"strategy": "manual"}, changed),
         (other, {}, r"dataset_sha256 \w{12}… → \w{12}…"),
     ):
         with pytest.raises(CheckpointError, match=rf"other settings \({told}\);.* --overwrite"):
