@@ -150,17 +150,6 @@ def test_a_large_array_that_is_damaged_is_refused_when_it_is_read(tmp_path):
                 loaded.arrays(0, "data", 0)
 
 
-def test_an_alias_of_any_array_is_read(tmp_path):
-    """As an earlier recorder wrote it for any two arrays of equal bits."""
-    aliases = {"1/data/1/0": "1/kept/0/0", "1/data/0/0": "1/kept/0/0"}
-    others = {name: x for name, x in arrays().items() if name not in aliases}
-    kept = {"1/kept/0/0": arrays()["1/data/0/0"]}
-    write_trace(tmp_path / "two.npz", about(aliases=aliases), others | kept)
-    for replica in (0, 1):
-        found = load(tmp_path / "two.npz").arrays(0, "data", replica)[0]
-        np.testing.assert_array_equal(found, kept["1/kept/0/0"])
-
-
 def test_a_training_that_fails_leaves_no_half_file(tmp_path):
     with pytest.raises(RuntimeError), Writer(tmp_path / "two.npz"):
         raise RuntimeError
