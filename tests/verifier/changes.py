@@ -116,7 +116,6 @@ def in_16_bits(array):
 
 MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
 # As PyTorch records it: the optimizer's state does not exist before the first update.
-WITHOUT_FIRST_STATE = without("before", index=range(4, 10), position=1)
 WITHOUT_GRADIENTS = without("raw sums clipped")
 
 # --- Examples ------------------------------------------------------------------------------------
@@ -166,14 +165,6 @@ def images(layout, stored=None):
 
 
 @option
-def first_data(script, array_of):
-    """Examples begin with another array."""
-    for name in names(script, "data"):
-        array = script.arrays[name]
-        script.arrays[f"{name[:-1]}1"], script.arrays[name] = array, array_of(array)
-
-
-@option
 def of_shards(script):
     """The reference computes each replica's part of the batch."""
     for name in names(script, "data", index=0):
@@ -198,25 +189,6 @@ def with_outputs(order, **changes):
             script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
 
     return {"edit": add_outputs, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
-
-
-def masked(order):
-    """The same, where the model masks an output of each example, which the loss does not use."""
-    whole = with_outputs(order)
-
-    def mask(script):
-        whole["edit"](script)
-        for name in names(script, "y_pred y_grad"):
-            script.arrays[name][:, 1] = -np.inf if "y_pred" in name else 0
-
-    return {**whole, "edit": mask}
-
-
-@option
-def all_outputs(script, value):
-    for position, _, rank in places(script):
-        rows = len(script.arrays[f"{position}/data/{rank}/0"])
-        script.arrays[f"{position}/y_pred/{rank}/0"] = np.full((rows, 3), value, np.float32)
 
 
 @option
@@ -275,28 +247,6 @@ def moved(unit):
     return {"gradient": change}
 
 
-def decayed_in_loss(script, replica, gradients):
-    weights = script.states[max(script.states)][replica][:2]
-    return [g + np.float32(0.05) * w for g, w in zip(gradients, weights, strict=True)]
-
-
-def cancelled(last_bits=0.0):
-    """The gradient of one element nearly cancels the decay that is added to it."""
-
-    def gradient(script, replica, gradients):
-        kernel, bias = (g.copy() for g in gradients)
-        weight = script.states[max(script.states)][replica][0][0, 0]
-        kernel[0, 0] = np.float32(-0.1 * (1 + 1e-3 + last_bits)) * weight
-        return [kernel, bias]
-
-    return {"gradient": gradient, "settings": {"weight_decay": 0.1}}
-
-
-def of_rounding(value):
-    """An element of the bias' gradient that is rounding alone."""
-    return {"gradient": lambda s, r, g: [g[0], np.append(np.float32(value), g[1][1:])]}
-
-
 def overflow(script, replica, gradients):
     """In step 1 an element of the last replica's kernel overflows."""
     kernel, bias = gradients
@@ -322,13 +272,6 @@ def as_rows(script):
         script.arrays[f"{name}/values"] = np.concatenate([array / 2, array / 2])
         script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
         script.arrays[f"{name}/rows"] = np.array(len(array))
-
-
-@option
-def bias_on_first_only(script):
-    """Replica 0 sends the sum of the bias' gradients, replica 1 sends none."""
-    for name in names(script, "raw", 0, 1):
-        script.arrays[name] = script.arrays[name] + script.arrays.pop(name.replace("0/1", "1/1"))
 
 
 # --- Sums ----------------------------------------------------------------------------------------
@@ -413,7 +356,7 @@ def in_each_step(*groups):
 
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
-RMSPROP, MUON = {"optimizer": "RMSprop"}, {"optimizer": "Muon"}
+RMSPROP = {"optimizer": "RMSprop"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 UNKNOWN, KERAS_ADAM = {"about": LION}, {**ADAM, "framework": "keras"}
 KERNEL_ONLY = in_each_step({"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]})
@@ -458,12 +401,6 @@ def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
 
 
-def stale(script, weights, gradients, state):
-    kept = state[1].copy()
-    adam(script, weights, gradients, state)
-    state[1][:] = kept
-
-
 def fused(script, weights, gradients, state):
     """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
     betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
@@ -493,15 +430,6 @@ DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
 JAX = {"about": {"framework": "jax", "layers": ()}}
 DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
 CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
-
-
-@option
-def in_torch(script):
-    """As PyTorch records it: kernels (out, in), other names."""
-    for name, array in script.arrays.items():
-        if array.shape == (12, 3):
-            script.arrays[name] = np.ascontiguousarray(array.T)
-    script.renamed = {"dense/kernel": "fc.weight", "dense/bias": "fc.bias", "IO": "OI"}
 
 
 # --- Random numbers ------------------------------------------------------------------------------
@@ -537,40 +465,18 @@ def with_variable(variable, value_of):
     return {"edit": add, "more_variables": [variable]}
 
 
-def replace_states(script, own_of):
-    """Adds the states that `replay` replaced, of which one variable was `own_of(step, replica)`."""
-    for position, step, replica in places(script):
-        where = f"{position}/before" if position == 1 else f"{position - 1}/after"
-        own = [script.arrays.get(f"{where}/{replica}/{i}") for i in range(7)]
-        if (given := own_of(step, replica)) is not None:
-            own[6] = np.array(given, np.uint32)
-        for i, array in enumerate(own):
-            script.arrays[f"{position}/replaced/{replica}/{i}"] = array
-
-
-def seeds(state_of, own_of=None):
-    """A variable with the state of a layer's generator, and that with which a script began."""
-    variable = Variable("drop/seed", SEED)
-    given = with_variable(variable, lambda *place: np.array(state_of(*place), np.uint32))
-
-    def add(script):
-        given["edit"](script)
-        if own_of:
-            replace_states(script, lambda step, replica: None if step else own_of(replica))
-
-    return given | {"edit": add}
-
-
 @option
 def keys(script, of_step, own_of=None, devices=1):
     """The keys of one program for all devices; in a replay, its own keys were replaced."""
+    if script.replay:
+        own_states(steps=(1, 2, 3, 4))["edit"](script)
     for position, step, replica in places(script):
-        key = np.array([0, of_step(step)], np.uint32)
+        key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
         if replica < devices:  # Those of the others are unknown.
             script.arrays[f"{position}/random/{replica}/0"] = key.view(np.uint8)
         script.arrays[f"{position}/before/{replica}/6"] = key
-    if script.replay:
-        replace_states(script, lambda step, replica: [0, (own_of or of_step)(step)])
+        if script.replay:
+            script.arrays[f"{position}/replaced/{replica}/6"] = own
 
 
 # --- Further state -------------------------------------------------------------------------------
@@ -612,20 +518,6 @@ def codes(far=0.0, drift=0.0, first=0.0):
     return {**given, "about": {"layers": (VQ,)}}
 
 
-def queue(far=0.0, drift=0.0):
-    """A buffer that a script fills after the update: differently on a replica, or on both."""
-    given = codes()
-
-    def fill(script):
-        given["edit"](script)
-        for position, _, r in places(script):
-            start = script.arrays[f"{position}/before/{r}/6"]
-            script.arrays[f"{position}/after/{r}/6"] = start
-            script.arrays[f"{position}/left/{r}/6"] = start + np.float32(1 + drift + far * r)
-
-    return {**given, "edit": fill}
-
-
 def with_head(value_of):
     """A further weight that the recorded optimizer does not have."""
     return with_variable(Variable("head", WEIGHT), value_of)
@@ -637,13 +529,18 @@ def with_head(value_of):
 @option
 def own_states(script, change=None, steps=(2, 3, 4)):
     """Adds the state of the step before; `change(array, position, replica, index)` is another."""
-    for name in names(script, "after"):
-        position, _, replica, index = name.split("/")
-        place = int(position) + 1, int(replica), int(index)
-        if place[0] in steps:
+    for name in names(script, "before after"):
+        position, kind, replica, index = name.split("/")
+        place = int(position) + (kind == "after"), int(replica), int(index)
+        if place[0] in steps and (kind == "after" or place[0] == 1):
             array = script.arrays[name]
             own = array if change is None else change(array, *place)
             script.arrays[f"{place[0]}/replaced/{replica}/{index}"] = own
+
+
+def replaced(change, *indices):
+    """Adds the states that replicas had before the first one was loaded."""
+    return own_states(lambda a, at, r, index: change(a) if index in indices else a, steps=(1,))
 
 
 def last_bits(*changed, times=1.0):
@@ -664,21 +561,6 @@ REPLAYED = {"about": {"replayed": "one.npz"}}
 def not_loaded(names):
     """Makes a recording one that was to start from the first one, without some variables."""
     return {"about": {"replayed": "one.npz", "not_loaded": names}}
-
-
-def starts_apart(step):
-    """Makes a step start from other weights, and end with the same change."""
-    apart = edit(lambda array: array + np.float32(1e-3), "before after", None, (0, 1), step + 1)
-    return both(apart, own_states(steps=(2, 3)))
-
-
-@option
-def replaced(script, change, *indices):
-    """Adds the states that replicas had before the first one was loaded."""
-    for name in names(script, "before", position=1):
-        array = script.arrays[name]
-        own = change(array) if int(name[-1]) in indices else array
-        script.arrays[name.replace("before", "replaced")] = own
 
 
 @option

@@ -11,25 +11,19 @@ from tests.verifier.trainer import WEIGHTS, batch_of
 from .changes import *
 
 NUMBERED = random_states(lambda step, r: [step], 1)  # Equal on all replicas.
-APART_LATER = random_states(lambda step, r: [step] + [r] * (step > 0), 1)
-NAN_WEIGHT, NAN_STATE = (scaled(np.nan, "before after", index=index) for index in (0, 4))
-INFINITE_WEIGHT = scaled(np.inf, "before after", index=0)
+NAN_WEIGHT = scaled(np.nan, "before after", index=0)
 NO_BIAS = without("before after", index=1)
 AVERAGE = average()
 RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
 SKIPPED = {"about": {"asked": range(5), "trained": 4, "skipped": 1}}
-WRONG_STATE = scaled(1.01, "after", index=4, position=2)
-MOVING = {"initial_state": 0.01}  # Of the optimizer.
 HEAD = with_head(lambda at, r, later: at + later)
 STILL = with_head(lambda *_: 1)
 SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
 # Without BatchNorm, behind which units may turn over.
 IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}
-GPU, CPU = ({"about": {"layers": (), "device": device}} for device in ("cuda", "cpu"))
+GPU = {"about": {"layers": (), "device": "cuda"}}
 GROUP = in_each_step({"weights": [*WEIGHTS]})
-ROUNDED = edit(lambda a: np.nextafter(a, np.float32(9)), "before", None, 0, 2)
 BIAS_LATE = bias_times(lambda step, r: step == 3)
-STANDING = settings(learning_rate=0.0, momentum=0.0)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
 USUAL, MIXED = np.arange(12), np.random.default_rng(0).permutation(12)
 NOISE = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
@@ -38,16 +32,12 @@ RIGHT = {
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
     # Optimizers.
     "Adam": (ADAM, {}),
-    "Adam without a first state": ({**ADAM, **WITHOUT_FIRST_STATE}, WITHOUT_FIRST_STATE),
     "AdamW": ({**ADAM, **settings(weight_decay=0.01), "about": {"optimizer": ADAMW}}, {}),
     "AMSGrad, which the recorder does not compute": (ADAM, settings(amsgrad=True)),
     "Adam of Keras": (KERAS_ADAM, {}),
-    "fused Adam of a GPU": (FUSED, FUSED),
     "fused Adam of a GPU in one": (ADAM, FUSED),
     "RMSprop": (RMSPROP, {}),
     "RMSprop without momentum": ({**RMSPROP, **settings(momentum=0.0, weight_decay=0.1)}, {}),
-    "RMSprop, large epsilon": ({**RMSPROP, **settings(epsilon=0.1, rho=0.9)}, {}),
-    "Muon": ({**MUON, **settings(weight_decay=0.5)}, {}),
     "Nesterov": (settings(nesterov=True, weight_decay=0.1), {}),
     "plain SGD": (settings(momentum=0.0, weight_decay=0.01), {}),
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
@@ -57,30 +47,16 @@ RIGHT = {
         {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.5})),
     "weights that no optimizer has": ({**KERNEL_ONLY, "update": of_kernel_only}, {}),
     "two optimizers of each weight": ({**TWO_OF_EACH, "update": twice}, {}),
-    "state in 16 bits": ({**ADAM, **MOMENTS_IN_16_BITS}, MOMENTS_IN_16_BITS),
-    "an unused setting of one replica": (settings(momentum=0.0),
-        {"of_replica": {1: {"beta_1": 0.5}}}),
     "the optimizer reduces gradients": (UNKNOWN, averaged_by_optimizer(1)),
     # Gradients.
     "large gradients that cancel": (DROPOUT,
         {"gradient": lambda s, r, g: [a + np.float32(1000 - 2000 * r) for a in g]}),
-    "a gradient that cancels the decay": (cancelled(), cancelled(4e-7)),
-    "gradients that are rounding alone": ({**UNKNOWN, **of_rounding(1e-9)}, of_rounding(1.1e-9)),
     "weighted shards": ({}, {"shard": three_quarters}),
     "a replica without examples": ({}, {"shard": all_on_second}),
-    "sum of shares": ({},
-        {"shard": three_quarters, "about": {"reduction": "sum"}, **times(0.5), **SUMMED}),
-    "a mean that is said to be a sum": ({}, {"about": {"reduction": "sum"}}),
-    "in some steps": (zero_in(1, 3), {}),
-    "of some weights": ({**without_bias(0, 1), **bias_times(lambda step, r: 0)}, {}),
     "an overflow that all skip": (OVERFLOW, {}),
     "rows": ({}, as_rows()),
-    "rows in both": (as_rows(), as_rows()),
-    "examples of a replica do not use a weight": ({}, bias_on_first_only()),
     "no gradient is recorded": (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS),
     "gradients in float64": ({}, edit(np.double, "raw", index=0)),
-    "as much decay in the loss": (settings(weight_decay=0.05), {"gradient": decayed_in_loss,
-        **settings(weight_decay=0.0)}),
     "other sums, which nothing uses": ({}, flip("sums")),
     "a weight after the update": (left(1.01), left(1.01)),
     "products in TF32 in the reference": (IN_TF32, moved(2.0**-10)),
@@ -92,41 +68,26 @@ RIGHT = {
     # Data.
     "layouts": (images("NHWC"), images("NCHW")),
     "scaled by the model": ({}, scaled(255, "data")),
-    "other names": ({}, in_torch()),
-    "number first": (first_data(lambda array: np.array(5)), first_data(lambda array: np.array(5))),
     "outputs": (with_outputs(USUAL), with_outputs(USUAL)),
-    "some outputs of -inf, as of a mask": (masked(USUAL), masked(USUAL)),
-    "outputs of -inf, as of a mask": (all_outputs(-np.inf), all_outputs(-np.inf)),
     "a loss of other rounding": ({}, scaled(1 + 1e-6, "loss")),
     "augmented in the same way": (augmented(0), augmented(0)),
     # Random numbers.
     "not drawn": (DROPOUT, random_states(lambda step, r: [step] * 4, 0)),
     "other states": (DROPOUT, random_states(of_each)),
-    "another stream before replay": (DROPOUT, random_states(of_each,
-        own_of=lambda step, r: [step + 9, r])),
     "equal numbers of the whole batch": ({**DROPOUT, **NUMBERED}, NUMBERED),
-    "drawn apart later without effect": ({**DROPOUT, **NUMBERED},
-        APART_LATER),
-    "other seeds": ({}, seeds(lambda at, r, later: [at + later, r])),
-    "other seeds before replay": ({}, seeds(lambda at, r, later: [at + later, r],
-        lambda r: [7, r])),
     "one key that devices fold": ({**KEYS, **keys(int)}, keys(int, devices=2)),
-    "one key that steps fold": ({**KEYS, **keys(lambda step: 5)}, keys(lambda step: 5)),
     "another key": ({**KEYS, **keys(int)}, keys(int, lambda step: step + 9)),
     # In JAX, scripts say themselves what they keep.
     "divided after the sum": (JAX, scaled(6, "raw")),
     "divided and clipped later": (CLIPPED, scaled(6, "raw sums")),
     "only clipped": (CLIPPED, without("raw sums")),
     "a mask of decay": ({**DECAYED, "update": with_mask}, {}),
-    "a mask of Adam's decay": ({**ADAM, **DECAYED, "decays_gradient": False, "update": with_mask,
-        "about": {**JAX["about"], "optimizer": {"class": "AdamW", "framework": "jax"}}}, {}),
     "no decay, against the settings": ({**DECAYED, **with_settings(weight_decay=0.0)}, {}),
     "the loss of a part, gradients of all": (differentiated(), differentiated(0.3)),
     # Statistics and further state.
     "variance of frameworks": ({"framework": "keras", **settings(momentum=0.0)},
         {"framework": "torch", "unbiased": True}),
     "a codebook": (codes(), codes()),
-    "a queue": (queue(), queue()),
     "an average": (AVERAGE, AVERAGE),
     "rows of state that its rank owns": (UNKNOWN, halves()),
     "state of one replica": ({}, without("before", 1, (4, 5), 1)),
@@ -136,12 +97,6 @@ RIGHT = {
     # Where a step starts, and what changes between the steps.
     "own states": ({}, OWN),
     "kept states": ({}, own_states() | REPLAYED),
-    "a kept state that rounding changes in both": (ROUNDED,
-        {**both(ROUNDED, last_bits("2/0/0", "2/1/0")), **REPLAYED}),
-    "nearly the same momentum before replay": (MOVING, replaced(lambda a: a * np.float32(1.001),
-        4)),
-    "a buffer that scripts fill, before replay": (queue(),
-        {**queue(), **both(queue(), replaced(lambda a: a, 6))}),
     "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED),
     "replayed from the first step": ({}, {**ONE, **resumed_from(0), **REPLAYED}),
     "not loaded": ({}, not_loaded(("kernel/momentum",))),
@@ -160,41 +115,26 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "ended with an exception": ({}, RAISED),
         "ended before its last steps": ({}, {"about": {"asked": range(6)}}),
         "the second skips an update": ({}, SKIPPED),
-        "the first skips an update": (SKIPPED, {"about": {"asked": range(4), "trained": 5}}),
         "a reference that ended with an exception": (RAISED, {"about": {}}),
         "no common step": ({"steps": (0, 1)}, {"steps": (2, 3)}),
         "no compared step updates a weight": ({**UNKNOWN, **BIAS_LATE}, OWN),
         "no step has the state after it": ({**UNKNOWN, **without("after")}, without("after")),
-        "no state after a step": ({}, without("after", position=2)),
-        "a weight of the second": ({}, HEAD),
         "a weight of the first": (HEAD, {"more_variables": ()}),
         "a weight that neither has": (NO_BIAS, NO_BIAS),
-        "outputs of NaN in both": (all_outputs(np.nan), all_outputs(np.nan)),
         "gradients of NaN in both": (times(np.nan), {}),
         "parts of a model without a mesh": ({}, {"shard": whole_batch, "weighted": False,
             "gradient": lambda s, r, g: [2 * (r == i) * a for i, a in enumerate(g)]}),
-        "a state that replaying did not load": ({}, scaled(1.01, "before", replica=1, index=0,
-            position=3)),
         "flipped before": ({}, flip("before")),
         "resumed at a later step": ({}, {**ONE, **resumed_from(2), **REPLAYED}),
-        "a later step that is not loaded": ({}, {**not_loaded(WEIGHTS), **starts_apart(1)}),
         "a kept state after an unknown one": ({},
             {**both(last_bits("2/1/0"), without("after", position=1)), **REPLAYED}),
         "NaN in a weight of both": (NAN_WEIGHT, NAN_WEIGHT),
-        "infinity in a weight of both": (INFINITE_WEIGHT, INFINITE_WEIGHT),
-        "NaN in the state of both": (NAN_STATE, NAN_STATE),
     },
     "start: other_start": {
         "weights": ({}, {**OWN, "seed": 1}),
-        "not replayed": ({}, {**OWN, "seed": 1, **REPLAYED}),
         "zeroed state": ({}, {**OWN, **edit(lambda a: a + np.float32(0.1), "before", None, 4, 1)}),
         "other weights before replay": ({}, replaced(lambda a: a + 1, 0, 1)),
-        "other statistics before replay": ({}, replaced(lambda a: a + 1, 3)),
-        "a buffer that one fills differently before replay": (queue(),
-            {**queue(), **both(queue(), replaced(lambda a: a + 1, 6))}),
-        "other momentum before replay": (MOVING, replaced(lambda a: a * 2, 4)),
         "no state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a * 0, 4, 5) | REPLAYED, 1),
-        "a first step that is not loaded": ({}, {**not_loaded(WEIGHTS), **starts_apart(0)}),
     },
     "start: diverged_replicas": {
         "broadcast": ({}, edit(lambda a: a + np.float32(1e-3), "before", 1, 0, 1)),
@@ -208,7 +148,6 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "examples: other_examples": {
         "padded in the second epoch": ({"steps": (4, 5)}, {"replicas": 3, **padded(1)}, 5),
-        "filled in part": ({}, padded(6), 2),
         "order": ({}, {"batch": lambda step: batch_of((1, 0, 2, 3)[step])}),
         "others": ({}, {"inputs": lambda x: x**3}),
         "others, before a larger batch": ({}, {"inputs": lambda x: x**3, **padded(2, step=1)}),
@@ -223,30 +162,19 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "examples: batch_not_split": {
         "same shard": ({}, {"shard": lambda rows, r, count: rows[: len(rows) // count]}),
         "the whole batch on both": ({}, {"shard": whole_batch, "weighted": False}),
-        "cut": ({}, {"batch": lambda step: batch_of(step)[:-2]}),
-        "same shard at the learning rate 0": (STANDING,
-            {**STANDING, "shard": lambda rows, r, count: rows[: len(rows) // count]}),
     },
     "examples: not_reshuffled": {"reshuffled": ({}, {"batch": lambda step: batch_of(step % 3)}, 3)},
     "random: other_preprocessing": {"augmented in another way": (augmented(0), augmented(1))},
     "random: same_random_numbers": {
         "drawn": (DROPOUT, random_states(lambda step, r: [step] * 4, 1)),
         "equal before replay": (DROPOUT, random_states(of_each, own_of=lambda step, r: [step, 9])),
-        "not those of the reference": ({**DROPOUT, **NUMBERED},
-            random_states(lambda step, r: [step + 9], 1)),
-        "seeds": ({}, seeds(lambda at, r, later: [at + later, 0])),
-        "equal seeds before replay": ({},
-            seeds(lambda at, r, later: [at + later, r], lambda r: [7, 0])),
         "devices draw from one key": ({**KEYS, **keys(int)}, {**NOISY, **keys(int, devices=2)}),
     },
     "random: random_numbers_repeated": {
         "repeated": (DROPOUT, random_states(lambda step, r: [r]), 1),
-        "repeated before replay": (DROPOUT, random_states(of_each, own_of=lambda step, r: [9, r]),
-            1),
         "key not split": ({**KEYS, **keys(int)}, keys(int, lambda step: 0), 1),
     },
     "outputs: other_outputs": {
-        "features in another order": (with_outputs(USUAL), with_outputs(MIXED)),
         "features in another order, gradients of outputs in one": (
             {**with_outputs(USUAL), **both(with_outputs(USUAL), without("y_grad"))},
             with_outputs(MIXED)),
@@ -256,20 +184,12 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "loss: mean_of_means": {
         "uneven": ({}, {"shard": three_quarters, "weighted": False}),
-        "uneven sum": ({}, {"shard": three_quarters, "weighted": False,
-            "about": {"reduction": "sum"}, **times(0.5), **SUMMED}),
     },
     "loss": {
         "no weights": ({}, times_on(0.7, 1.3)),
-        "tripled on one": ({}, {"shard": all_on_second, **times(3)}),
-        "random layers, and sums by hand": (DROPOUT, {**SUMMED, "about": {"reduction": ""},
-            "gradient": lambda s, r, g: [apart(s, r, [a, a])[0] / 2 for a in g]}),
-        "doubled on one": ({}, times_on(1, 2)),
     },
     "loss: wrong_factor": {
         "loss": ({}, {"sums_loss": True}),
-        "the loss and the gradients of a part": (differentiated(),
-            {**differentiated(0.3), **times(0.3)}),
     },
     "loss: other_loss": {
         "other loss": ({}, scaled(1.01, "loss")),
@@ -280,42 +200,30 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
             {**NOISY, "shard": three_quarters}),
     },
     "not compared: gradient: other_backward": {
-        "drawn apart later": ({**DROPOUT, **NUMBERED}, {**APART_LATER,
-            "gradient": lambda s, r, g: g if len(s.states) == 1 else apart(s, r, g)}, 1),
         "random layers": (DROPOUT, NOISY),
     },
     "gradient": {
         "shards of the reference": ({**layers(NORM), **of_shards()}, NOISY),
-        "a little larger on a GPU": (GPU, times(1.0005)),
-        "decay in the loss": ({}, {"gradient": decayed_in_loss}),
         "layers compute in another dtype": ({}, {**NOISY, "about": {"computed_in": "bfloat16"}}),
         "noise": ({}, NOISY),
-        "synchronized norms": (layers(NORM), {**NOISY, **layers({**NORM, "synchronized": True})}),
     },
     "gradient: other_backward": {
-        "products in TF32 in one": (CPU, moved(2.0**-10)),
-        "units that turn over on a CPU": (CPU, moved(5e-4)),
         "units that turn over too far on a GPU": (GPU, moved(1e-2)),
         "rows are larger": ({}, before_sum(in_rows([2, 5], lambda g: 3 * g))),
-        "a row is another one": ({}, before_sum(in_rows([2], np.cos))),
         "frozen on one": ({}, bias_times(lambda step, r: 1 - r)),
         "noise, and right outputs": (with_outputs(USUAL),
             with_outputs(USUAL, gradient=lambda s, r, g: [g[0] + NOISE, g[1]])),
-        "raw gradients that nothing uses": ({}, flip("raw"), 1),
         "raw gradients of NaN that nothing uses": ({}, scaled(np.nan, "raw")),
         "epsilon": (layers(NORM), {**ONE, **NOISY, **layers({**NORM, "epsilon": 1e-3})}),
-        "norms in evaluation": (layers(NORM, off=["bn"]), {**NOISY, **layers(NORM, off=["bn"])}),
     },
     "gradient: wrong_factor": {
         "doubled": ({}, times(2)),
         "larger beside products in TF32": (IN_TF32, times(1.1)),
         "sum hidden by clipping": (CLIPPED, {**SUMMED, **scaled(2, "raw")}),
-        "scaled and kept": (JAX, times(3)),
     },
     "gradient: frozen": {
         "frozen": ({}, bias_times(lambda step, r: 0)),
         "no gradient": ({}, without("raw sums clipped", index=1)),
-        "a gradient of 0 in one": ({}, NO_GRADIENT),
         "a gradient of 0 in the reference": (NO_GRADIENT, {"gradient": as_it_is}),
     },
     "gradient: overflow_not_skipped": {
@@ -329,10 +237,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "sum: not_all_reduced": {
         "ended with an exception, not reduced": ({}, {**RAISED, "reduce": None}),
         "bypassed": ({}, {"reduce": None}),
-        "bypassed, from own states": ({}, {**OWN, "reduce": None}),
         "no wrapper": ({}, {"reduce": None, "about": {"reduction": ""}}),
-        "a bias is not reduced": ({},
-            {"reduce": lambda sent: [[mean_of(sent)[0][0], bias] for _, bias in sent]}),
     },
     "sum: lost_part": {
         "without the last": ({}, {"replicas": 3, "reduce": lambda sent: mean_of(sent[:2] * 3)[:3]}),
@@ -341,7 +246,6 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     "sum: wrong_factor": {
         "sum": ({}, SUMMED),
         "sum in JAX": (JAX, SUMMED),
-        "sum at the learning rate 0": (STANDING, {**STANDING, **SUMMED}),
         "no gradient is recorded, summed": (WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED}),
         "the loss and a gradient of a part": (differentiated(),
             {**differentiated(0.3), **bias_times(lambda step, r: 0.3)}),
@@ -352,9 +256,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "sum: reduced_precision": {"bfloat16": ({}, after_sum(in_16_bits))},
     "clipping: other_clipping": {
-        "clipped on one": ({}, {"clip": lambda r, g: [a / 2 if r == 0 else a for a in g]}),
         "clipped": ({}, {"clip": lambda r, g: [a / 2 for a in g]}),
-        "zeros on one": ({}, without_bias(1)),
         "no unscale_": (with_loss_scale(1, np.array), with_loss_scale(8, np.array)),
         "flipped clipped": ({}, flip("clipped"), 1),
     },
@@ -366,30 +268,17 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
             scaled(1.5, "before", position=2, replica=1, index=4), 1),
         "rate": ({}, settings(learning_rate=0.2)),
         "hidden rate": ({}, with_settings(learning_rate=0.3)),
-        "hidden rate of Adam": (ADAM, {**with_settings(learning_rate=0.03), **WITHOUT_FIRST_STATE}),
-        "another decay that a gradient cancels": (cancelled(),
-            {**cancelled(4e-7), **with_settings(weight_decay=0.11)}),
-        "hidden clipping": ({}, {"update": lambda s, w, g, state: sgd(s, w, clip(0, g), state)}),
         "SGD is applied twice": ({}, {"update": twice}),
         "optimizer": (ADAM, {**OWN, "optimizer": "SGD", "steps": (0, 1)}),
-        "SGD in place of RMSprop": (RMSPROP, {**OWN, "optimizer": "SGD", "steps": (0, 1)}),
         "hidden rate of an unknown optimizer": (UNKNOWN, with_settings(learning_rate=0.2)),
-        "two optimizers, and one in the reference": (TWO_OF_EACH, {"update": twice}),
-        "hidden nesterov of Muon": (MUON, with_settings(nesterov=False), 1),
         "learning_rate of one replica": ({}, {"of_replica": {1: {"learning_rate": 0.3}}}),
     },
     "update: other_optimizer": {
         "no momentum": ({}, settings(momentum=0.0), 1),
         "other epsilon": ({**KERAS_ADAM, **settings(epsilon=1e-4)},
             {"framework": "torch", **settings(epsilon=1e-8)}),
-        "betas of fused Adams": (FUSED, {**FUSED, **settings(betas_in="float32", beta_2=0.99)}),
-        "nesterov of one replica": ({}, {"of_replica": {1: {"nesterov": True}}}),
         "beta_2 of one replica": (ADAM, {"of_replica": {1: {"beta_2": 0.9}}}),
-        "epsilon of one replica": (ADAM, {"of_replica": {1: {"epsilon": 1e-3}}}),
-        "beta_1 of Adam": (ADAM, settings(beta_1=0.8)),
         "beta_2 of Adam": (ADAM, settings(beta_2=0.99)),
-        "epsilon of Adam": (ADAM, settings(epsilon=1e-4)),
-        "rho of RMSprop": (RMSPROP, settings(rho=0.9)),
         "momentum of RMSprop": (RMSPROP, settings(momentum=0.5), 1),
         "epsilon of RMSprop": (RMSPROP, settings(epsilon=1e-3)),
         "centered RMSprop": (RMSPROP, settings(centered=True)),
@@ -398,25 +287,15 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "decay": ({}, settings(weight_decay=0.1)),
         "hidden decay": (settings(weight_decay=0.1), with_settings(weight_decay=0.0)),
         "no mask of decay": ({**DECAYED, "update": with_mask}, {"update": sgd}, 1),
-        "the mask of decay in one": (DECAYED, {"update": with_mask}, 1),
-        "weight_decay of one replica": ({}, {"of_replica": {1: {"weight_decay": 0.01}}}),
-        "weight_decay of Adam": ({**ADAM, "about": {"optimizer": ADAMW}},
-            settings(weight_decay=0.1)),
-        "weight_decay of RMSprop": (RMSPROP, settings(weight_decay=0.1)),
     },
     "update": {
         "hidden placement": (settings(weight_decay=0.1), {"decays_gradient": False}),
         "hidden momentum": ({}, with_settings(momentum=0.5), 1),
-        "hidden momentum of RMSprop": (RMSPROP, with_settings(momentum=0.5), 1),
-        "hidden momentum of an unknown optimizer": (UNKNOWN, with_settings(momentum=0.5), 1),
         "moments in 16 bits": (ADAM, MOMENTS_IN_16_BITS),
         "no weight on one": ({}, without("after", 1, 0)),
     },
     "update: not_updated": {
         "no update": ({}, {"update": no_update}),
-        "stale": (ADAM, {"update": stale}),
-        "no update by an unknown optimizer": (UNKNOWN, {"update": no_update}),
-        "a codebook that does not change": (codes(), codes(drift=-1.0)),
         "a replica without a step": ({}, silent(), 3),
         "an average that stays": (AVERAGE, average(own=1, new=0)),
     },
@@ -427,19 +306,11 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "update: diverged_replicas": {
         "flipped after": ({}, flip("after"), 1),
-        "other rows of state that its rank owns": (UNKNOWN, both(WRONG_STATE, halves()), 1),
-        "state that no rank owns": (UNKNOWN, both(
-            scaled(0.5, "after", replica=0, index=4, position=2),
-            scaled(1.5, "after", replica=1, index=4, position=2)), 1),
-        "own statistics, gradients of all": (JAX, {"local_norm": True}),
-        "a codebook that differs on one": (codes(), codes(far=0.1)),
-        "a queue of each replica": (queue(), queue(far=0.1)),
     },
     "update: other_statistics": {
         "norm momentum": ({}, {"norm_momentum": 0.01}),
         "unbiased": ({}, {"unbiased": True}),
         "a codebook that differs": (codes(), codes(drift=0.1)),
-        "another queue": (queue(), queue(drift=0.1)),
     },
     "not compared: update: diverged_replicas": {"local norm": ({}, {"local_norm": True})},
     "update: statistics_not_averaged": {
@@ -447,23 +318,15 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "update: other_average": {
         "an average of the weights before the step": (AVERAGE, average(own=0.75, old=0.25)),
-        "an average that is updated twice": (AVERAGE, average(own=0.75**2, new=1 - 0.75**2)),
-        "an average with another decay": (AVERAGE, average(own=0.5, new=0.5)),
     },
     "between: diverged_replicas": {"a weight of one after the update": ({}, left(1.01, 1))},
     "between: changed_on_its_own": {
         "a weight after the update": ({}, left(1.01)),
         "a weight that is left alone": (left(1.01), {}),
-        "a kept state of both": ({}, last_bits("2/0/0", "2/1/0") | REPLAYED),
-        "a kept state that changes in the second": (ROUNDED,
-            {**both(ROUNDED, last_bits("2/0/0", "2/1/0", times=1.01)), **REPLAYED}),
         "residuals of replica 0": (residuals(), {**OWN, **residuals(3)}, 1),
         "a second optimizer, times 1.001": ({**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER,
             own_states(lambda a, at, r, index: a + np.float32(0.1001 * (index == 6))))),
-        "a second optimizer, which the reference has not": ({**STILL, **GROUP}, both(STILL,
-            own_states(lambda a, at, r, index: a + np.float32(0.1 * (index == 6))))),
         "a bit of a weight changes": ({}, last_bits("3/1/0"), 1),
-        "a bit of a statistic changes": ({}, last_bits("3/1/2"), 1),
         "a bit of the momentum changes": ({}, last_bits("3/1/4"), 1),
     },
     "between: state_lost": {

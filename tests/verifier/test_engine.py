@@ -25,7 +25,7 @@ from .changes import (
     NORM,
     SUMMED,
     WITHOUT_GRADIENTS,
-    all_on_second,
+    as_it_is,
     bias_times,
     layers,
     of_shards,
@@ -37,7 +37,7 @@ from .changes import (
     without,
 )
 from .rows import RIGHT, WRONG
-from .trainer import Script, in_bfloat16, sgd
+from .trainer import Script, sgd
 
 # --- Small recordings -----------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def test_a_wrong_row_has_its_place_and_name(found, name):
 
 @pytest.mark.parametrize("name", [
     "1 replicas", "Adam", "AdamW", "Adam of Keras", "RMSprop", "RMSprop without momentum",
-    "RMSprop, large epsilon", "Nesterov", "plain SGD",
+    "Nesterov", "plain SGD",
 ])  # fmt: skip
 def test_the_rule_of_an_optimizer_computes_its_update(name):
     trace = pair(*RIGHT[name])[0].trace()
@@ -112,35 +112,27 @@ def times_one_element(script, factor, *place):
     script.arrays[name].flat[5] *= np.float32(factor)
 
 
-@pytest.mark.parametrize("first, factor", [
-    ({}, 1 + 1e-4), (ADAM, np.nan), (WITHOUT_GRADIENTS, 1 + 1e-4),
-], ids=["SGD", "Adam", "states"])  # fmt: skip
-def test_one_element_of_a_weight_on_one_rank_is_a_fault(first, factor):
-    element = times_one_element(factor, 2, "after", 1, 0)
-    edits = [first["edit"]] if "edit" in first else []
-    second = {"edit": lambda script: [each(script) for each in (*edits, element["edit"])]}
-    verdict = judged(first, second)
+ELEMENT = times_one_element(1 + 1e-4, 2, "after", 1, 0)
+
+
+def test_one_element_of_a_weight_on_one_rank_is_a_fault():
+    verdict = judged({}, ELEMENT)
     assert place_of(verdict) == (FAULT, "update", 1)
     assert verdict.place.tensors == ("dense/kernel",) and verdict.place.ranks == ("replica 1",)
-    if np.isfinite(factor):
-        assert verdict.place.where == "in rows 1 of 12"
-    else:
-        assert verdict.name == "not_finite"
+    assert verdict.place.where == "in rows 1 of 12"
 
 
-@pytest.mark.parametrize("optimizer, by", [({}, 1e-3), (ADAM, 1e-4)], ids=["SGD", "Adam"])
-def test_a_gradient_that_one_rank_scales_is_a_fault(optimizer, by):
-    verdict = judged({**optimizer, **WITHOUT_NORM}, {**WITHOUT_NORM, **times_on(1, 1 + by)})
+def test_a_gradient_that_one_rank_scales_is_a_fault():
+    verdict = judged(WITHOUT_NORM, {**WITHOUT_NORM, **times_on(1, 1 + 1e-3)})
     assert place_of(verdict)[:2] == (FAULT, "gradient")
-    assert "0.5·g0 + 0.4995·g1" in str(verdict.formula) or by < 1e-3
+    assert "0.5·g0 + 0.4995·g1" in str(verdict.formula)
 
 
-@pytest.mark.parametrize("optimizer, change", [
-    ({}, {"shard": three_quarters}), ({}, {"replicas": 4}), (ADAM, {"shard": all_on_second}),
-    (ADAM, without("raw")), (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS),
-], ids=["uneven", "four", "none on one", "not recorded", "states"])  # fmt: skip
-def test_a_right_training_is_clean(optimizer, change):
-    verdict = judged(optimizer, change)
+@pytest.mark.parametrize("first, second", [
+    ({}, {"shard": three_quarters}), (ADAM, without("raw")), (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS),
+], ids=["uneven", "not recorded", "states"])  # fmt: skip
+def test_a_right_training_is_clean_beside_one_of_permuted_examples(first, second):
+    verdict = judged(first, second)
     assert (verdict.status, verdict.place, verdict.reason) == (CLEAN, None, "")
 
 
@@ -148,21 +140,17 @@ def in_few_digits(script, weights, gradients, state):
     """SGD whose weights and momentum are kept in bfloat16."""
     sgd(script, weights, gradients, state)
     for array in (*weights, *state):
-        array[...] = in_bfloat16(array)
+        array[...] = rounded(array, "bfloat16")
 
 
 def test_a_state_of_few_digits_does_not_hide_a_factor_of_a_gradient():
     """Of the kernel alone, whose changes agree within what bfloat16 allows."""
     short = {"update": in_few_digits}
     assert judged(short, short).status == CLEAN
-    for factor in (1.05, 1.2):
-
-        def of_kernel(script, replica, gradients, factor=factor):
-            return [np.float32(factor) * gradients[0], *gradients[1:]]
-
-        verdict = judged(short, {**short, "gradient": of_kernel})
-        assert (verdict.status, verdict.place.tensors[0]) == (FAULT, "dense/kernel"), factor
-        assert verdict.place.node in ("gradient", "sum"), str(verdict)
+    of_kernel = {"gradient": lambda s, r, g: [np.float32(1.05) * g[0], g[1]]}
+    verdict = judged(short, {**short, **of_kernel})
+    assert (verdict.status, verdict.place.tensors[0]) == (FAULT, "dense/kernel")
+    assert verdict.place.node in ("gradient", "sum"), str(verdict)
 
 
 @pytest.mark.parametrize("moved, status", [(1.0, FAULT), (1.1, CLEAN)])
@@ -176,17 +164,15 @@ def test_in_16_bits_a_gradient_has_the_spread_of_permuted_examples(moved, status
     assert verdict.status == status, verdict
 
 
-@pytest.mark.parametrize("optimizer", [{}, ADAM], ids=["SGD", "Adam"])
-def test_without_gradients_what_permuted_examples_move_is_rounding(optimizer):
+def test_without_gradients_what_permuted_examples_move_is_rounding():
     def of_bias(script, replica, gradients):  # As before a normalisation.
         noise = np.random.default_rng(10 * script.replicas + (script.permute or 0))
         return [gradients[0], noise.normal(size=gradients[1].shape) * 1e-8]
 
-    first = {**optimizer, **WITHOUT_GRADIENTS, "gradient": of_bias}
+    first = {**ADAM, **WITHOUT_GRADIENTS, "gradient": of_bias}
     verdict = judged(first, WITHOUT_GRADIENTS)
     assert verdict.status == CLEAN and verdict.num_unknown, str(verdict)
-    trained = {"gradient": lambda script, replica, gradients: gradients}
-    verdict = judged(first, {**WITHOUT_GRADIENTS, **trained})
+    verdict = judged(first, {**WITHOUT_GRADIENTS, "gradient": as_it_is})
     assert place_of(verdict) == (FAULT, "update", 0), str(verdict)
     assert all("bias" in name for name in verdict.place.tensors), str(verdict)
     verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
@@ -197,7 +183,7 @@ def raises(*args):
     raise KeyError("broken")
 
 
-@pytest.mark.parametrize("second", [SUMMED, times_one_element(1.01, 1, "after", 1, 0)])
+@pytest.mark.parametrize("second", [SUMMED, ELEMENT])
 def test_an_error_in_naming_or_in_a_node_loses_no_fault(second, monkeypatch):
     whole = judged({}, second)
     monkeypatch.setattr(importlib.import_module("lockstep.engine.verify"), "named", raises)

@@ -10,7 +10,10 @@ from lockstep.engine.examples import Batches
 LENET = {
     "conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50), "hidden": (800, 128), "logits": (128, 10),
 }  # fmt: skip
-LAYOUTS = {4: "HWIO", 2: "IO"}
+NORM = {
+    "keras": ("/gamma", "/beta", "/moving_mean", "/moving_variance"),
+    "torch": (".weight", ".bias", ".running_mean", ".running_var"),
+}
 
 
 def weight(name, value, layout=""):
@@ -33,56 +36,39 @@ def values(shape, seed=0):
     return np.random.default_rng([seed, *shape]).normal(size=shape)
 
 
-def keras_layer(name, kernel):
-    yield weight(f"{name}/kernel", kernel, LAYOUTS[kernel.ndim])
-    yield weight(f"{name}/bias", np.zeros(kernel.shape[-1]))
-
-
-def torch_layer(name, kernel):
-    """As PyTorch lays it out: OIHW, OI."""
-    layout = {4: "OIHW", 2: "OI"}[kernel.ndim]
+def layer(framework, name, kernel):
+    """Returns kernel and bias as a framework names, orders and lays them out."""
+    bias, layout = np.zeros(kernel.shape[-1]), "HWIO"[-kernel.ndim :]
+    if framework == "keras":
+        return [weight(f"{name}/kernel", kernel, layout), weight(f"{name}/bias", bias)]
+    if framework == "jax":  # Keys of a dict are sorted: the bias comes first.
+        return [weight(f"{name}/b", bias), weight(f"{name}/w", kernel, layout)]
     axes = (3, 2, 0, 1) if kernel.ndim == 4 else (1, 0)
-    yield weight(f"{name}.weight", kernel.transpose(axes), layout)
-    yield weight(f"{name}.bias", np.zeros(kernel.shape[-1]))
+    kernel, layout = kernel.transpose(axes), "".join(layout[axis] for axis in axes)
+    return [weight(f"{name}.weight", kernel, layout), weight(f"{name}.bias", bias)]
 
 
-def jax_layer(name, kernel):
-    """Keys of a dict are sorted: the bias comes first."""
-    yield weight(f"{name}/b", np.zeros(kernel.shape[-1]))
-    yield weight(f"{name}/w", kernel, LAYOUTS[kernel.ndim])
+def lenet(framework, names=LENET):
+    kernels = map(values, LENET.values())
+    layers = [layer(framework, *each) for each in zip(names, kernels, strict=True)]
+    return trace(framework, *(variable for each in layers for variable in each))
 
 
-def lenet(layer, names=LENET):
-    return [
-        v for name, s in zip(names, LENET.values(), strict=True) for v in layer(name, values(s))
-    ]
-
-
-def keras_norm(name, width, seed):
-    for part, offset in (("gamma", 0), ("beta", 1)):
-        yield weight(f"{name}/{part}", values((width,), seed + offset))
-    for part, offset in (("moving_mean", 2), ("moving_variance", 3)):
-        yield statistic(f"{name}/{part}", values((width,), seed + offset))
-
-
-def torch_norm(name, width, seed):
-    for part, offset in (("weight", 0), ("bias", 1)):
-        yield weight(f"{name}.{part}", values((width,), seed + offset))
-    for part, offset in (("running_mean", 2), ("running_var", 3)):
-        yield statistic(f"{name}.{part}", values((width,), seed + offset))
-    yield statistic(f"{name}.num_batches_tracked", 7)
-
-
-def residual(layer, norm, order, separator):
-    """Two residual blocks, whose layers a framework has in its own order."""
-    shapes = {"conv1": (3, 3, 8, 8), "conv2": (3, 3, 8, 8), "conv3": (1, 1, 8, 8)}
+def residual(framework, order, separator):
+    """Returns two residual blocks, whose layers a framework has in its own order."""
+    found = []
     for block in range(2):
         for part in order.split():
             name, seed = f"block{block}{separator}{part}", 20 * block + 5 * int(part[-1])
-            if part in shapes:
-                yield from layer(name, values(shapes[part], seed))
-            else:
-                yield from norm(name, 8, seed)
+            if part.startswith("conv"):
+                found += layer(framework, name, values((3, 3, 8, 8), seed))
+                continue
+            for number, end in enumerate(NORM[framework]):
+                kind = weight if number < 2 else statistic
+                found.append(kind(name + end, values((8,), seed + number)))
+            if framework == "torch":
+                found.append(statistic(f"{name}.num_batches_tracked", 7))
+    return trace(framework, *found)
 
 
 def matched(first, second, names=None):
@@ -102,19 +88,15 @@ def names_of(matching):
 
 # --- Names, order and layers ---------------------------------------------------------------------
 
-KERAS = trace("keras", *lenet(keras_layer))
+KERAS = lenet("keras")
 SQUARE = [values((8, 8), seed) for seed in range(4)]
 
 
-def coders(first, second):
-    """Layers of JAX: "decoder" comes before "encoder" in a pytree, though it is applied after."""
-    layers = {"decoder": second, "encoder": first}
-    return trace("jax", *(v for name, w in layers.items() for v in jax_layer(name, w)))
+def coders(framework, **layers):
+    return trace(framework, *(v for name, w in layers.items() for v in layer(framework, name, w)))
 
 
-def keras_coders():
-    layers = zip(("enc", "dec"), SQUARE, strict=False)
-    return trace("keras", *(v for name, kernel in layers for v in keras_layer(name, kernel)))
+CODERS = coders("keras", enc=SQUARE[0], dec=SQUARE[1])
 
 
 def jax_list(start=0):
@@ -123,26 +105,25 @@ def jax_list(start=0):
 
 ALL = {  # Two traces, and one of the pairs; all variables have a partner.
     "names without a common part": (
-        KERAS, trace("torch", *lenet(torch_layer, [f"module.Net.{name}" for name in LENET])),
+        KERAS, lenet("torch", [f"module.Net.{name}" for name in LENET]),
         ("conv1/bias", "module.Net.conv1.bias"),
     ),
     "other names": (
-        KERAS, trace("torch", *lenet(torch_layer, ("f.0", "f.3", "classifier.1", "classifier.3"))),
+        KERAS, lenet("torch", ("f.0", "f.3", "classifier.1", "classifier.3")),
         ("hidden/bias", "classifier.1.bias"),
     ),
     "keys of JAX": (
-        KERAS, trace("jax", *lenet(jax_layer, [f"params/{x}" for x in "abcd"])),
-        ("conv1/bias", "params/a/b"),
+        KERAS, lenet("jax", [f"params/{x}" for x in "abcd"]), ("conv1/bias", "params/a/b"),
     ),
+    # "decoder" comes before "encoder" in a pytree, though it is applied after it.
     "keys of JAX in another order": (
-        keras_coders(), coders(SQUARE[0] + 1e-9, SQUARE[1]), ("dec/bias", "decoder/b"),
+        CODERS, coders("jax", decoder=SQUARE[1], encoder=SQUARE[0] + 1e-9),
+        ("dec/bias", "decoder/b"),
     ),
     "numbers that start elsewhere": (jax_list(), jax_list(1), ("net/w1", "net/w2")),
     "residual blocks": (
-        trace("keras", *residual(
-            keras_layer, keras_norm, "conv1 norm1 conv2 norm2 conv3", "_")),
-        trace("torch", *residual(
-            torch_layer, torch_norm, "conv1 conv2 conv3 norm1 norm2", ".")),
+        residual("keras", "conv1 norm1 conv2 norm2", "_"),
+        residual("torch", "conv1 conv2 norm1 norm2", "."),
         ("block1_norm2/moving_variance", "block1.norm2.running_var"),
     ),
 }  # fmt: skip
@@ -160,10 +141,10 @@ def test_all_variables_are_matched_in_both_directions(name):
 
 def test_state_and_counters_are_not_matched():
     momentum = Variable("m", STATE, of="conv1/kernel", slot="momentum"), values((3, 3, 1, 20))
-    first = trace("keras", *lenet(keras_layer), momentum)
+    kernel = weight("conv1/kernel", values((3, 3, 1, 20)))
     counter = statistic("n.num_batches_tracked", 7)
-    matching = matched(first, trace("keras", *lenet(keras_layer), momentum, counter))
-    assert names_of(matching) == {(key, key) for key in KERAS.keys}
+    matching = matched(trace("keras", kernel, momentum), trace("keras", kernel, momentum, counter))
+    assert names_of(matching) == {("conv1/kernel", "conv1/kernel")}
     assert (matching.unmatched_first, matching.unmatched_second) == ([], [])
 
 
@@ -191,7 +172,7 @@ SOME = {  # Two traces, the pairs, and the variables of both without a partner.
     ),
     "numbers that count other layers": (
         [weight(f"{i}/w", w, "IO") for i, w in enumerate(SQUARE[:3])],
-        [v for i, w in enumerate(SQUARE[:3]) for v in torch_layer(f"{2 * i}", w)],
+        [v for i, w in enumerate(SQUARE[:3]) for v in layer("torch", f"{2 * i}", w)],
         [("0/w", "0.weight"), ("1/w", "2.weight"), ("2/w", "4.weight")],
         "", "0.bias 2.bias 4.bias",
     ),
@@ -211,7 +192,7 @@ def test_nothing_is_guessed(name):
 
 
 def test_keys_of_jax_without_equal_values_are_not_matched():
-    matching = Matching(keras_coders(), coders(*SQUARE[2:]), {})
+    matching = Matching(CODERS, coders("jax", decoder=SQUARE[3], encoder=SQUARE[2]), {})
     assert matching.pairs == [] and len(matching.unmatched_first) == 4
     assert matching.unmatched_second == ["decoder/b", "decoder/w", "encoder/b", "encoder/w"]
 
@@ -221,17 +202,14 @@ def test_keys_of_jax_without_equal_values_are_not_matched():
 DEPTHWISE, KERNEL = (2, 3, 0, 1), (2, 3, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "layouts", "other", "axes", "is_same_back"),
-    [
-        ((3, 3, 2, 5), ("", ""), (3, 2, 0, 1), KERNEL, True),
-        ((3, 3, 6, 1), ("HWIO", "OIHW"), DEPTHWISE, DEPTHWISE, True),
-        ((1, 1, 8, 8), ("", ""), (3, 2, 0, 1), KERNEL, False),  # Not told from the other direction.
-        ((3, 3, 1, 8), ("", ""), (3, 2, 0, 1), KERNEL, True),
-        ((3, 3, 2, 2), ("", ""), (3, 2, 0, 1), KERNEL, False),
-        ((3, 3, 3, 2, 5), ("", ""), (4, 3, 0, 1, 2), (2, 3, 4, 1, 0), True),
-    ],
-)
+@pytest.mark.parametrize(("shape", "layouts", "other", "axes", "is_same_back"), [
+    ((3, 3, 2, 5), ("", ""), (3, 2, 0, 1), KERNEL, True),
+    ((3, 3, 6, 1), ("HWIO", "OIHW"), DEPTHWISE, DEPTHWISE, True),
+    ((1, 1, 8, 8), ("", ""), (3, 2, 0, 1), KERNEL, False),  # Not told from the other direction.
+    ((3, 3, 1, 8), ("", ""), (3, 2, 0, 1), KERNEL, True),
+    ((3, 3, 2, 2), ("", ""), (3, 2, 0, 1), KERNEL, False),
+    ((3, 3, 3, 2, 5), ("", ""), (4, 3, 0, 1, 2), (2, 3, 4, 1, 0), True),
+])  # fmt: skip
 def test_axes_are_those_of_the_layouts_or_the_usual_ones(shape, layouts, other, axes, is_same_back):
     kernel = values(shape)
     first = trace("keras", weight("d/kernel", kernel, layouts[0]))
@@ -258,25 +236,22 @@ def test_shapes_come_from_gradients_where_there_is_nothing_else():
 
 
 def test_a_map_comes_first_in_either_direction():
-    second = trace("torch", *torch_layer("dec", SQUARE[0]), *torch_layer("enc", SQUARE[1]))
+    second = coders("torch", dec=SQUARE[0], enc=SQUARE[1])
     names = {"enc/kernel": "dec.weight", "dec/kernel": "enc.weight"}
     for given in (names, {value: key for key, value in names.items()}):
-        matching = matched(keras_coders(), second, given | {"enc/bias": "dec.bias"})
+        matching = matched(CODERS, second, given | {"enc/bias": "dec.bias"})
         assert names_of(matching) >= {*names.items(), ("dec/bias", "enc.bias")}
 
 
-@pytest.mark.parametrize(
-    ("names", "wrong"),
-    [
-        ({"conv1/kernel": "conv9.weight"}, "'conv1/kernel' and 'conv9.weight' are not one weight"),
-        ({"x": "conv1.weight"}, "'x' and 'conv1.weight' are not one weight or statistic of"),
-        ({"conv1/kernel": "conv1.weight", "conv1/bias": "conv1.weight"}, "use each once"),
-        ({"conv1/kernel": "hidden.weight"}, "'hidden.weight' are not one weight"),
-    ],
-)
+@pytest.mark.parametrize(("names", "wrong"), [
+    ({"conv1/kernel": "conv9.weight"}, "'conv1/kernel' and 'conv9.weight' are not one weight"),
+    ({"x": "conv1.weight"}, "'x' and 'conv1.weight' are not one weight or statistic of"),
+    ({"conv1/kernel": "conv1.weight", "conv1/bias": "conv1.weight"}, "use each once"),
+    ({"conv1/kernel": "hidden.weight"}, "'hidden.weight' are not one weight"),
+])  # fmt: skip
 def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError, match=wrong):
-        Matching(KERAS, trace("torch", *lenet(torch_layer)), names)
+        Matching(KERAS, lenet("torch"), names)
 
 
 def test_passes_that_no_loss_uses_are_no_examples():

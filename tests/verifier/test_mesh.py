@@ -56,18 +56,15 @@ def write(on, arrays, placements=None, **about):
     return files
 
 
-@pytest.mark.parametrize(
-    ("axes", "data_axes", "placement", "shape"),
-    [
-        (DP_TP, ("dp",), "o i[tp]", (3, 4)),
-        (DP_TP, ("dp",), "o[dp] i[tp]", (4, 4)),
-        (DP_TP, ("dp",), "o[dp,tp] i", (8, 2)),
-        (DP_TP, ("dp",), "3*o[tp] i", (12, 2)),
-        ({"cp": 3}, (), "b s[cp:zigzag] d", (2, 12, 2)),
-        ({"dp": 3}, ("dp",), "o[dp]", (7,)),  # Sizes 3, 2 and 2.
-        ({"dp": 3}, ("dp",), "o[dp]", (2,)),  # The last rank holds nothing.
-    ],
-)
+@pytest.mark.parametrize(("axes", "data_axes", "placement", "shape"), [
+    (DP_TP, ("dp",), "o i[tp]", (3, 4)),
+    (DP_TP, ("dp",), "o[dp] i[tp]", (4, 4)),
+    (DP_TP, ("dp",), "o[dp,tp] i", (8, 2)),
+    (DP_TP, ("dp",), "3*o[tp] i", (12, 2)),
+    ({"cp": 3}, (), "b s[cp:zigzag] d", (2, 12, 2)),
+    ({"dp": 3}, ("dp",), "o[dp]", (7,)),  # Sizes 3, 2 and 2.
+    ({"dp": 3}, ("dp",), "o[dp]", (2,)),  # The last rank holds nothing.
+])  # fmt: skip
 def test_weights_are_put_together(axes, data_axes, placement, shape):
     mesh = Mesh(axes, data_axes)
     whole = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -152,20 +149,17 @@ def test_parts_of_a_sum_that_cannot_be_added_are_left_out():
     np.testing.assert_array_equal(trace.arrays(0, "raw", 0)[0], ones / 2)
 
 
-@pytest.mark.parametrize(
-    ("placement", "about", "text"),
-    [
-        ("o[xp] i[tp]", {}, "axis twice, or not on the mesh"),
-        ("o[tp] i[tp]", {}, "axis twice"),
-        ("o[tp", {}, "cannot be read"),
-        ("o[tp]", {}, "2 dimensions in an array placed on 1"),
-        ("5*o[tp] i", {}, "no 5 blocks"),
-        ("o i", {"mesh": {"tp": 0}}, "mesh of 'about' must be of positive sizes"),
-        ("o i", {"data_axes": ["xp"]}, "data_axes of 'about' must be axes of mesh"),
-        ("o i", {"num_replicas": 2}, "num_replicas of 'about' must be 1"),
-        ("o i", {"mesh": {"tp": 3}}, "rank 2 0 times"),
-    ],
-)
+@pytest.mark.parametrize(("placement", "about", "text"), [
+    ("o[xp] i[tp]", {}, "axis twice, or not on the mesh"),
+    ("o[tp] i[tp]", {}, "axis twice"),
+    ("o[tp", {}, "cannot be read"),
+    ("o[tp]", {}, "2 dimensions in an array placed on 1"),
+    ("5*o[tp] i", {}, "no 5 blocks"),
+    ("o i", {"mesh": {"tp": 0}}, "mesh of 'about' must be of positive sizes"),
+    ("o i", {"data_axes": ["xp"]}, "data_axes of 'about' must be axes of mesh"),
+    ("o i", {"num_replicas": 2}, "num_replicas of 'about' must be 1"),
+    ("o i", {"mesh": {"tp": 3}}, "rank 2 0 times"),
+])  # fmt: skip
 def test_wrong_placements_and_meshes_are_refused(placement, about, text):
     arrays = {"before/0": [np.ones((2, 2))] * 2}
     files = write(Mesh({"tp": 2}, ()), arrays, {"before/0": placement}, **about)
@@ -185,93 +179,46 @@ def test_mesh_and_rank():
     assert Mesh({"dp": 2}, ("dp",)).name_of(1) == "replica 1"
 
 
+# --- Verdicts on two ranks that split w of `(x @ w) * n` ------------------------------------------
+
 RATE = np.float32(0.1)
-OF_TWO = {
-    "variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"],
-}  # fmt: skip
-SGD = {
-    "optimizer": {"class": "SGD", "framework": "torch"},
+ABOUT = {
+    "variables": [{"name": name, "kind": "weight"} for name in "wn"], "gradients": ["w", "n"],
+    "optimizer": {"class": "SGD", "framework": "torch"}, "calls": [["forward", "backward"]],
     "settings": [[{"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}]],
 }  # fmt: skip
 
 
-def one_device():
-    """Returns images, weights and gradients of `(x @ w) * n`, w and n trained by one device."""
+def recorded(mesh, placement, change, states):
+    """Returns a step of gradient descent; `change` changes examples and gradients of the ranks."""
     generator = np.random.default_rng(1)
     x, w = (generator.normal(size=shape).astype(np.float32) for shape in ((4, 3), (3, 6)))
-    n = np.ones(6, np.float32)
-    y = x @ w
+    y, n = x @ w, np.ones(6, np.float32)
     error = y * n / 4  # Of the loss (y · n)² / 8, with respect to y · n.
-    return x, {"w": w, "n": n}, {"w": x.T @ (error * n), "n": (error * y).sum(0)}
-
-
-def copies(arrays, number):
-    return {name: [array] * number for name, array in arrays.items()}
-
-
-def recorded(on, x, weights, gradients, placements, losses=None, states=None):
-    """Returns the files of one step of gradient descent; arguments hold the array of each rank."""
-    arrays = {"data/0": x, **(states or {})}
-    for index, name in enumerate("wn"):
-        after = [w - RATE * g for w, g in zip(weights[name], gradients[name], strict=True)]
-        arrays |= {f"before/{index}": weights[name], f"clipped/{index}": gradients[name]}
-        arrays |= {f"after/{index}": after}
-    if losses:
-        arrays["loss/0"] = [*map(np.float32, losses)]
-    return write(on, arrays, placements, **OF_TWO, **SGD, calls=[["forward", "backward"]])
-
-
-def split(change=lambda x, gradients: None, axis="tp", **options):
-    """Returns the files of two ranks that split w; `change` changes examples and gradients."""
-    x, weights, gradients = one_device()
-    mesh, w = Mesh({axis: 2}, ()), f"i o[{axis}]"
-    images, own, held = [x.copy(), x.copy()], copies(gradients, 2), copies(weights, 2)
-    own["w"], held["w"] = (local_parts(each["w"], w, mesh) for each in (gradients, weights))
+    ranks, gradients = range(mesh.size), {"w": x.T @ (error * n), "n": (error * y).sum(0)}
+    images, own = [x.copy() for _ in ranks], {"n": [gradients["n"] for _ in ranks]}
+    own["w"] = local_parts(gradients["w"], placement, mesh)
     change(images, own)
-    placements = {f"{kind}/0": w for kind in ("before", "clipped", "after")}
-    return recorded(mesh, images, held, own, placements, **options)
+    arrays = {"data/0": images, **states}
+    for index, weights in enumerate((local_parts(w, placement, mesh), [n] * mesh.size)):
+        gradients = own["wn"[index]]
+        after = [each - RATE * g for each, g in zip(weights, gradients, strict=True)]
+        kinds = {"before": weights, "clipped": gradients, "after": after}
+        arrays |= {f"{kind}/{index}": of_ranks for kind, of_ranks in kinds.items()}
+    placements = {f"{kind}/0": placement for kind in ("before", "clipped", "after")}
+    return load(write(mesh, arrays, placements, **ABOUT))
 
 
-def against_one(files, **options):
-    """Returns the verdict on a recording that is compared with that of one device."""
-    x, weights, gradients = one_device()
-    whole = copies(weights, 1), copies(gradients, 1)
-    one = load(recorded(Mesh({"dp": 1}, ("dp",)), [x], *whole, {}, **options))
-    two = load(files)
-    one.name, two.name = "one.npz", "two.npz"
-    return compare_traces([one, two], {})["two.npz"]
+def nothing(images, own):
+    """Changes nothing."""
 
 
-def test_a_split_weight_is_the_same_training():
-    """Also where each rank has the loss of its part."""
-    for of_one, of_both in ((None, None), ([2], [1.5, 2.5])):
-        found = against_one(split(axis="sp", losses=of_both), losses=of_one)
-        assert found.ok, str(found)
-        assert {"sum", "update"} <= {each.node for each in found.measured}
+def other_sum(images, own):
+    own["n"] = [2 * g for g in own["n"]]
 
 
 def other_part(images, own):
     own["w"] = [own["w"][0], 1.01 * own["w"][1]]
-
-
-@pytest.mark.parametrize(
-    ("own", "after", "is_right"),
-    [
-        ([(7, 0), (8, 0)], [(5, 1), (5, 1)], False),
-        ([(7, 0), (7, 0)], [(5, 1), (5, 1)], True),
-        ([(7, 0), (8, 0)], [(5, 0), (5, 0)], True),  # Nothing is drawn.
-        ([(7, 0), (8, 0)], [(9, 1), (9, 1)], True),  # The model sets the seed.
-    ],
-)
-def test_random_states_of_ranks_that_replay_replaced(own, after, is_right):
-    """Seed and place of each rank: its own, that which `replay` loaded, and that after the step."""
-    kinds = {"own_random": own, "random": [(5, 0), (5, 0)], "random_after": after}
-    states = {
-        f"{kind}/0": [np.repeat(np.uint8(state), 8) for state in of_ranks]
-        for kind, of_ranks in kinds.items()
-    }
-    found = against_one(split(states=states))
-    assert shown(found) == ("clean" if is_right else "fault: random: other_random_numbers")
 
 
 def other_examples(images, own):
@@ -279,30 +226,39 @@ def other_examples(images, own):
     other_part(images, own)
 
 
+def verdict_of(change=nothing, states=()):
+    one = recorded(Mesh({"dp": 1}, ("dp",)), "i o", nothing, {})
+    two = recorded(Mesh({"tp": 2}, ()), "i o[tp]", change, dict(states))
+    one.name, two.name = "one.npz", "two.npz"
+    return compare_traces([one, two], {})["two.npz"]
+
+
+def test_a_split_weight_is_the_same_training():
+    found = verdict_of()
+    assert found.ok and {"sum", "update"} <= {each.node for each in found.measured}, str(found)
+
+
 @pytest.mark.parametrize(
     ("change", "node", "tensors"),
-    [
-        (lambda images, own: own.update(n=[2 * g for g in own["n"]]), "sum", ("n",)),
-        (other_examples, "examples", ()),
-        (other_part, "sum", ("w",)),
-    ],
+    [(other_sum, "sum", ("n",)), (other_examples, "examples", ()), (other_part, "sum", ("w",))],
 )
 def test_what_the_ranks_of_a_replica_do_has_a_place(change, node, tensors):
-    found = against_one(split(change))
+    found = verdict_of(change)
     assert (node_of(found), found.place.tensors) == (node, tensors), str(found)
 
 
-@pytest.mark.parametrize(("is_reduced", "node"), [(False, "sum"), (True, "")])
-def test_an_axis_of_whole_weights_may_split_the_examples(is_reduced, node):
-    x, weights, whole = one_device()
-    halves, gradients = [x[:2], x[2:]], copies(whole, 2)
-    if not is_reduced:
-        outputs = [rows @ weights["w"] for rows in halves]
-        errors = [y * weights["n"] / 2 for y in outputs]
-        gradients = {
-            "w": [a.T @ (e * weights["n"]) for a, e in zip(halves, errors, strict=True)],
-            "n": [(e * y).sum(0) for y, e in zip(outputs, errors, strict=True)],
-        }
-    mesh = Mesh({"replicate": 2, "shard": 1}, ("shard",))
-    found = against_one(recorded(mesh, halves, copies(weights, 2), gradients, {}))
-    assert node_of(found) == node, str(found)
+@pytest.mark.parametrize(("own", "after", "is_right"), [
+    ([(7, 0), (8, 0)], [(5, 1), (5, 1)], False),
+    ([(7, 0), (7, 0)], [(5, 1), (5, 1)], True),
+    ([(7, 0), (8, 0)], [(5, 0), (5, 0)], True),  # Nothing is drawn.
+    ([(7, 0), (8, 0)], [(9, 1), (9, 1)], True),  # The model sets the seed.
+])  # fmt: skip
+def test_random_states_of_ranks_that_replay_replaced(own, after, is_right):
+    """Seed and place of each rank: its own, that which `replay` loaded, and that after the step."""
+    kinds = {"own_random": own, "random": [(5, 0), (5, 0)], "random_after": after}
+    states = {
+        f"{kind}/0": [np.repeat(np.uint8(state), 8) for state in of_ranks]
+        for kind, of_ranks in kinds.items()
+    }
+    found = verdict_of(states=states)
+    assert shown(found) == ("clean" if is_right else "fault: random: other_random_numbers")

@@ -38,25 +38,16 @@ def test_what_was_not_compared_is_noted(name):
     assert any(told in note for note in verdict.notes) if told else not verdict.notes
 
 
-def with_a_silent_replica(trace, trained):
-    number = trace.about.num_replicas
-    about = dataclasses.replace(
-        trace.about, num_replicas=number + 1, replicas=(), trained=trained
-    )  # fmt: skip
-    return Trace(about, trace._stored), f"replica {number}"
-
-
-def test_a_replica_that_ends_before_the_first_recorded_step_is_noted():
+@pytest.mark.parametrize("trained, status", [(1, CLEAN), (0, FAULT)])
+def test_a_replica_that_ends_before_the_first_recorded_step(trained, status):
+    """It is noted, and named if it has made no update."""
     reference, training = (each.trace(f"{n}.npz") for n, each in enumerate(pair({}, {}), 1))
-    training, name = with_a_silent_replica(training, trained=1)
-    verdict = verify(reference, training)
-    assert verdict.status == CLEAN, verdict
-    told = f"{name} ended before the first recorded step"
-    assert any(told in note for note in verdict.notes), verdict.notes
-
-
-def test_a_replica_that_makes_no_update_is_named():
-    reference, training = (each.trace(f"{n}.npz") for n, each in enumerate(pair({}, {}), 1))
-    training, name = with_a_silent_replica(training, trained=0)
-    verdict = verify(reference, training)
-    assert verdict.status == FAULT and verdict.place.ranks == (name,), verdict
+    more = {"num_replicas": 3, "replicas": (), "trained": trained}
+    about = dataclasses.replace(training.about, **more)
+    verdict = verify(reference, Trace(about, training.stored(), training.name))
+    assert verdict.status == status, verdict
+    if status == FAULT:
+        assert verdict.place.ranks == ("replica 2",), verdict
+    else:
+        told = "replica 2 ended before the first recorded step"
+        assert any(told in note for note in verdict.notes), verdict.notes

@@ -45,8 +45,8 @@ def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **a
         def changed(name, array, changes=changes):
             return np.asarray(changes.get(name, np.asarray)(array), np.float32)
 
-        found = {kind: [] for kind in ("data", "y_pred", "y_grad", "loss", *OF_MODULES)}
-        total = 0.0
+        found = {kind: [] for kind in ("data", "y_pred", "y_grad", *OF_MODULES)}
+        total, loss = 0.0, 0.0
         for rows in np.split(order[replica::replicas], parts):
             x, y = x_all[rows], y_all[rows]
             linear = changed("layers.0.linear", x @ w1.T + b1)
@@ -59,23 +59,22 @@ def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **a
             g_sum = changed("layers.0 gradient", g_block)
             g_linear = changed("layers.0.act gradient", g_sum * (1 - act**2))
             g_w1 = changed("layers.0.linear weight", g_linear.T @ x)
-            g_x = changed("layers.0.linear gradient", g_linear @ w1)
             own = [g_w1, g_linear.sum(0), g_head.T @ block, g_head.sum(0)]
             total = [a + b for a, b in zip(own, total, strict=True)] if total else own
-            of = {
-                "layers.0": (x, block, g_block, g_x + g_sum),
-                "layers.0.linear": (x, linear, g_linear, g_x),
-                "layers.0.act": (act_input, act, g_sum, g_linear),
-                "head": (block, head, g_head, g_block),
+            loss = loss + np.sum((head - y) ** 2) / y.size / parts
+            g_x = g_linear @ w1
+            of = {  # As in `OF_MODULES`: input, output, and their gradients.
+                "layers.0": (x, block, g_x + g_sum, g_block),
+                "layers.0.linear": (x, linear, g_x, g_linear),
+                "layers.0.act": (act_input, act, g_linear, g_sum),
+                "head": (block, head, g_block, g_head),
             }
-            for kind, values in (("data", x), ("y_pred", head), ("y_grad", g_head)):
-                found[kind].append(values)
-            found["loss"] = [sum(found["loss"]) + np.sum((head - y) ** 2) / y.size / parts]
-            for i, kind in enumerate(("module_in", "module_out", "module_out_grad")):
+            for kind, array in (("data", x), ("y_pred", head), ("y_grad", g_head)):
+                found[kind].append(array)
+            for i, kind in enumerate(OF_MODULES):
                 found[kind] += [of[name][i] for name in modules]
-            found["module_in_grad"] += [of[name][3] for name in modules]
         sent.append(total)
-        for kind, arrays in {**found, "raw": total, "before": weights}.items():
+        for kind, arrays in {**found, "loss": [loss], "raw": total, "before": weights}.items():
             trace.put(0, kind, replica, [np.asarray(a, np.float32) for a in arrays])
     mean = [sum(own) / replicas for own in zip(*sent, strict=True)]
     after = [np.float32(w - 0.1 * g) for w, g in zip(weights, mean, strict=True)]
@@ -106,8 +105,7 @@ CASES = {  # Name: both, the second one, the module.
     **{
         f"right, {', '.join(options)}": ({}, options, "")
         for options in (
-            {}, {"parts": 3}, {"order": ORDER}, {"modules": ()},
-            {"parts": 2, "modules": ("head", "layers.0.linear")},
+            {"order": ORDER}, {"modules": ()}, {"parts": 3, "modules": ("head", "layers.0.linear")},
         )
     },
     **{

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lockstep.answer.names import CODE
 from tests.campaigns import optimizers
 from tests.conftest import ROOT
 
@@ -68,11 +67,10 @@ def examples(*, num_examples=24, weighted=False, masked=False, drop_remainder=Fa
 def verdict_after(*remedies):
     """Trains the program after some remedies on one device and on two; returns the verdict."""
     settings = {key: value for name in remedies for key, value in REMEDIES[name].items()}
-    policy = settings.pop("policy", "float32")
+    keras.config.set_dtype_policy(settings.pop("policy", "float32"))
     names = "num_examples", "weighted", "masked", "drop_remainder"
     of_data = {name: settings[name] for name in names if name in settings}
     of_model = {k: v for k, v in settings.items() if k not in of_data or k == "masked"}
-    keras.config.set_dtype_policy(policy)
     try:
         return optimizers.compare_fits(
             lambda: network(**of_model), examples(**of_data), optimizers.mirrored(2)
@@ -89,14 +87,3 @@ def verdict_after(*remedies):
 def test_the_program_after_remedies_is_clean(remedies):
     verdict = verdict_after(*remedies)
     assert verdict.status == "clean", str(verdict)
-
-
-def test_each_example_for_keras_and_each_remedy_has_a_program():
-    """ReplicaDropout is that of `test_keras_shards`."""
-    programs = {"local_statistics": "norm", "mean_of_means": "drop_remainder",
-                "inference_mode": "regularised"}  # fmt: skip
-    assert programs.keys() == CODE["keras"].keys() and {*programs.values()} <= REMEDIES.keys()
-    values = [value for settings in REMEDIES.values() for value in settings.values()]
-    used = {*values, *map(type, values)}
-    own = [x for x in vars(remedies_of).values() if getattr(x, "__module__", "") == "remedies"]
-    assert {*own} - used == {remedies_of.ReplicaDropout}

@@ -1,5 +1,6 @@
 """`lockstep.assert_same_training`: records each variant in processes of its own."""
 
+import functools
 import json
 import os
 import pathlib
@@ -24,21 +25,10 @@ def record(**options):
     script.write(given["path"])
 
 
-def one():
-    record()
-
-
-def two():
-    record(replicas=2)
-
-
-def one_of_two_steps():
-    """A training that ends early, or whose second step skips the update."""
-    record(steps=(0,), about={"asked": [0, 1]})
-
-
-def not_all_reduced():
-    record(replicas=2, reduce=None)
+two = functools.partial(record, replicas=2)
+not_all_reduced = functools.partial(record, replicas=2, reduce=None)
+normalised_by_each_replica = functools.partial(record, replicas=2, local_norm=True)
+one_of_two_steps = functools.partial(record, steps=(0,), about={"asked": [0, 1]})
 
 
 def is_first_run():
@@ -76,10 +66,6 @@ def records_a_part():
     path.write_bytes(b"PK")
 
 
-def normalised_by_each_replica():
-    record(replicas=2, local_norm=True)
-
-
 def run_by_part():
     """A reference that records once more for the parts of the batch of a recorded variant."""
     given = json.loads(os.environ["LOCKSTEP_RECORD"])
@@ -98,14 +84,14 @@ def test_the_same_training_passes_under_any_name():
     code = f"import sys; sys.path.append({str(ROOT)!r}); import {__name__} as t; t.two()"
     command = [sys.executable, "-c", code]
     variants = {"../x": two, "reference": command, "a" * 300: (on_rank_0_of_two, 2)}
-    verdicts = lockstep.assert_same_training(one, variants)
+    verdicts = lockstep.assert_same_training(record, variants)
     assert [*verdicts] == [*variants]
     for verdict in verdicts.values():
         assert verdict.ok and verdict.steps == (0, 1) and verdict.notes == ()
 
 
 def test_a_variant_that_fails_hides_no_other():
-    verdicts = verify_trainings(one, {"a": fails, "two": two}, Settings())
+    verdicts = verify_trainings(record, {"a": fails, "two": two}, Settings())
     assert [verdict.status for verdict in verdicts.values()] == ["not verified", "clean"]
     told = "a: the training ended with exit code 1: RuntimeError: no such device"
     assert verdicts["a"].missing == (told,)
@@ -121,51 +107,45 @@ def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
     path = tmp_path / "new" / "verify.json"
     with pytest.raises(AssertionError) as failed:
         lockstep.assert_same_training(
-            one, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4, json_path=path
+            record, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4, json_path=path
         )
     text, shown = str(failed.value), capsys.readouterr().out
     assert text.startswith("wrong is not the reference training") and "right is" not in text
     assert "reproducible: a second run" in text and str(path) in text.splitlines()[-1]
     assert "right is" in shown and "wrong is" in shown
-    record = json.loads(path.read_text())
-    assert record["status"] == "fault" and [*record["trainings"]] == ["right", "wrong"]
-    assert record["trainings"]["wrong"]["place"]["node"] == "sum"
+    written = json.loads(path.read_text())
+    assert written["status"] == "fault" and [*written["trainings"]] == ["right", "wrong"]
+    assert written["trainings"]["wrong"]["place"]["node"] == "sum"
 
 
-@pytest.mark.parametrize(
-    "training, told",
-    [
-        (wrong_at_times, "not reproducible: a second run"),
-        (records_once, "a, second run: the training recorded nothing"),
-        (fails, r"a: the training ended with exit code 1\n(.*\n)+RuntimeError: no such device"),
-        ((fails, 2), "a: the training ended with exit code 1 in process [01]"),
-        (records_nothing, r"a: the training recorded nothing; put its steps into .*\n.*are needed"),
-        (records_a_part, r"a: the training recorded nothing that can be read \(.*damaged"),
-    ],
-)
+@pytest.mark.parametrize("training, told", [
+    (wrong_at_times, "not reproducible: a second run"),
+    (records_once, "a, second run: the training recorded nothing"),
+    ((fails, 2), "a: the training ended with exit code 1 in process [01]"),
+    (records_nothing, r"a: the training recorded nothing; put its steps into .*\n.*are needed"),
+    (records_a_part, r"a: the training recorded nothing that can be read \(.*damaged"),
+])  # fmt: skip
 def test_why_a_training_fails_is_told(tmp_path, training, told):
     path = tmp_path / "verify.json"
     path.write_text("of an earlier test", encoding="utf-8")
     with pytest.raises(AssertionError, match=told):
-        lockstep.assert_same_training(one, {"a": training}, tolerance=1e-4, json_path=str(path))
+        lockstep.assert_same_training(record, {"a": training}, tolerance=1e-4, json_path=str(path))
     assert path.exists() == (training is wrong_at_times)
 
 
-@pytest.mark.parametrize(
-    "changes, told",
-    [
-        ({"steps": 0}, "steps: 0 are no whole numbers from 0 in ascending order"),
-        ({"steps": [1, 0]}, r"steps: \[1, 0\] are no"),
-        ({"steps": 1.5}, r"steps: 1\.5 are no whole numbers from 0"),
-        ({"variants": {}}, "variants: {} is no object with a name for each training"),
-        ({"variants": {"a": lambda: None}}, "a: .* cannot be sent to another process"),
-        ({"variants": {"a": (two, 0)}}, "a: .* is no function and a number of processes"),
-        ({"variants": {"a": ""}}, "a: '' is no command"),
-        ({"reference": "python 'x"}, "reference: .* is no command and no function"),
-        ({"tolerance": -1}, "tolerance: -1 is not at least 0 and less than 1"),
-        ({"timeout_sec": 0}, "timeout_sec: 0 is not a positive number"),
-    ],
-)
+@pytest.mark.parametrize("changes, told", [
+    ({"steps": 0}, "steps: 0 are no whole numbers from 0 in ascending order"),
+    ({"steps": [1, 0]}, r"steps: \[1, 0\] are no"),
+    ({"variants": None}, "variants: None is no object with a name for each training"),
+    ({"resumes": {"b": (record,)}}, "resumes: 'b' has no two trainings"),
+    ({"resumes": {"a": (record, two)}}, "is a variant's name"),
+    ({"variants": {"a": lambda: None}}, "a: .* cannot be sent to another process"),
+    ({"variants": {"a": (two, 0)}}, "a: .* is no function and a number of processes"),
+    ({"variants": {"a": ""}}, "a: '' is no command"),
+    ({"reference": "python 'x"}, "reference: .* is no command and no function"),
+    ({"tolerance": -1}, "tolerance: -1 is not at least 0 and less than 1"),
+    ({"timeout_sec": 0}, "timeout_sec: 0 is not a positive number"),
+])  # fmt: skip
 def test_wrong_arguments_are_told_before_anything_runs(changes, told):
     given = {"reference": fails, "variants": {"a": fails}, **changes}
     with pytest.raises(ValueError, match=told) as raised:
@@ -173,13 +153,10 @@ def test_wrong_arguments_are_told_before_anything_runs(changes, told):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "reference, note",
-    [
-        (run_by_part, "its parts do not have the examples and random numbers of the ranks"),
-        (run_by_part_in_vain, "failed: ValueError: shards='each'"),
-    ],
-)
+@pytest.mark.parametrize("reference, note", [
+    (run_by_part, "its parts do not have the examples and random numbers of the ranks"),
+    (run_by_part_in_vain, "failed: ValueError: shards='each'"),
+])  # fmt: skip
 def test_the_reference_is_run_by_part_where_layers_compute_per_replica(reference, note):
     variants = {"a": normalised_by_each_replica}
     with pytest.raises(AssertionError, match="a was not compared with") as raised:

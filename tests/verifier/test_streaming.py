@@ -230,13 +230,10 @@ def test_a_killed_training_leaves_a_file_that_says_so(run, tmp_path, capsys):
 
 
 @with_torch
-@pytest.mark.parametrize(
-    "kind, code, text",
-    [
-        ("raised", 1, "RuntimeError: a step failed"), ("exited", 4, "SystemExit: 4"),
-        ("interrupted", 1, "KeyboardInterrupt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, code, text", [
+    ("raised", 1, "RuntimeError: a step failed"), ("exited", 4, "SystemExit: 4"),
+    ("interrupted", 1, "KeyboardInterrupt"),
+])  # fmt: skip
 def test_a_training_that_ends_early_leaves_its_steps_and_why(kind, code, text, run, tmp_path):
     ended, printed = run(kind, tmp_path)
     assert ended == code and "the training ended before steps [2, 3, 4, 5]" in printed

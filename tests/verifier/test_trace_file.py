@@ -72,31 +72,20 @@ def test_one_file_is_read_bit_for_bit(tmp_path):
 def test_a_rank_may_have_state_that_others_lack(tmp_path):
     *own, momentum = trace_samples.VARIABLES
     other = {**momentum, "name": "m/bias", "of": "dense/bias"}
-    orders = [[*own, momentum, other], [own[0], other, *own[1:]]]
-    for rank, variables in enumerate(orders):
-        members = arrays(replicas=[rank])
-        if rank:
-            numbers = {0: 0, 1: 2, 2: 3, 3: 1}
-            members = {_moved(name, numbers): array for name, array in members.items()}
-        path = tmp_path / f"two.rank{rank}.npz"
-        write_trace(path, about(replicas=[rank], variables=variables), members)
+    for rank, state in enumerate((momentum, other)):
+        description = about(replicas=[rank], variables=[*own, state])
+        write_trace(tmp_path / f"two.rank{rank}.npz", description, arrays(replicas=[rank]))
     trace = load(tmp_path / "two.npz")
     assert trace.keys == ["dense/kernel", "dense/bias", "embedding", "m/kernel", "m/bias"]
     first, second = trace.named(0, "after", 0), trace.named(0, "after", 1)
     assert first.keys() == {*trace.keys} - {"m/bias"}
     assert second.keys() == {*trace.keys} - {"m/kernel"}
-    assert second["dense/bias"].shape == (2,) and np.all(second["m/bias"] == 113.5)
+    assert np.all(second["m/bias"] == 113.5)
     renamed = [{**own[0], "layout": "OI"}, *own[1:], momentum]  # Weights must be equal.
     path = tmp_path / "two.rank1.npz"
     write_trace(path, about(replicas=[1], variables=renamed), arrays(replicas=(1,)))
     with pytest.raises(TraceError, match="'variables' of"):
         load(tmp_path / "two.npz")
-
-
-def _moved(name, numbers):
-    position, kind, replica, index, *rest = name.split("/")
-    index = numbers[int(index)] if kind in ("before", "after") else index
-    return "/".join([position, kind, replica, str(index), *rest])
 
 
 def test_what_is_saved_is_loaded(tmp_path):
@@ -159,17 +148,6 @@ def test_a_large_array_that_is_damaged_is_refused_when_it_is_read(tmp_path):
         for _ in range(2):  # A wrong one is not taken for checked.
             with pytest.raises(TraceError, match=told):
                 loaded.arrays(0, "data", 0)
-
-
-def test_an_alias_of_any_array_is_read(tmp_path):
-    """As an earlier recorder wrote it for any two arrays of equal bits."""
-    aliases = {"1/data/1/0": "1/kept/0/0", "1/data/0/0": "1/kept/0/0"}
-    others = {name: x for name, x in arrays().items() if name not in aliases}
-    kept = {"1/kept/0/0": arrays()["1/data/0/0"]}
-    write_trace(tmp_path / "two.npz", about(aliases=aliases), others | kept)
-    for replica in (0, 1):
-        found = load(tmp_path / "two.npz").arrays(0, "data", replica)[0]
-        np.testing.assert_array_equal(found, kept["1/kept/0/0"])
 
 
 def test_a_training_that_fails_leaves_no_half_file(tmp_path):
@@ -341,12 +319,9 @@ WRONG = {  # What writes a file, and a part of its refusal.
         b"\x93NUMPY\x01\x00\x47\x00{'descr': '<U999999999', 'fortran_order': False, 'shape': (), }"
         .ljust(80) + b"\n"), "has dtype '<U999999999'"),
     "code": (header("(__import__('os').getpid(),)"), "a header that no trace has in 1/data"),
-    "no number of rows": (header("(False,)"), "a header that no trace has in 1/data"),
     "more elements": (header("(0, 4611686018427387904)"), "a header that no trace has"),
     "bytes": (header("(3,)"), "has 128 of 140 bytes"),
     "position": (with_array("0/loss/0/0", np.ones(1)), "has arrays 0/loss/0, which"),
-    "many axes of a mesh": (described(mesh={f"a{i}": 1 for i in range(17)}),
-                            "mesh of 'about' must be of at most 16 axes"),
     "many ranks": (described(mesh={"dp": 2**15}), "mesh of 'about' must be of at most 16384 ranks"),
     "replica": (with_array("1/loss/2/0", np.ones(1)), "has arrays 1/loss/2, which"),
     "gap": (with_array("1/data/0/2", np.ones(1)), "has an array 1/data/0/2 of 2 in"),
@@ -355,7 +330,6 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "pass": (with_array("1/added/1/4", np.ones(3)), "and (3,) for its variable elsewhere"),
     "no rows": (with_array("1/raw/0/2/rows", None), "has wrong rows in 1/raw/0/2"),
     "rows and all": (with_array("1/raw/0/2", np.ones((5, 2))), "has wrong rows in 1/raw/0/2"),
-    "real rows": (with_array("1/raw/0/2/indices", np.ones(3)), "has wrong rows in"),
     "row": (with_array("1/raw/0/2/indices", np.array([0, 5, 1])), "a row outside of 0 to 4"),
     # The description.
     "no text": (saved(about=np.array(b"{}")), "has an 'about' that is not one text"),
@@ -370,25 +344,20 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "a text": (described(versions={"torch": 2}), "versions.torch of 'about' is 2, must be a text"),
     "alias": (described(aliases={"1/data/0/1": "1/data/0/7"}), "has a wrong alias '1/data/0/1'"),
     "no replica": (described(num_replicas=0), "num_replicas of 'about' must be from 1"),
-    "equal replicas": (described(replicas=[0, 0]), "'about' must be different numbers"),
     "replica 2 of 2": (described(replicas=[0, 2]), "replicas of 'about' must be from 0 to 1"),
     "shard of replica 2": (described(shards=[[0, 1], [2, 1]]), "must be from 0 to 1"),
     "half a shard": (described(shards=[[0, 1], [1]]), "shards[1] of 'about' is a list of 1"),
     "no steps": (described(steps=[], settings=[], micro_batches=[]), "has no steps; record it"),
     "a step twice": (described(steps=[3, 3]), "whole numbers from 0, in ascending order"),
-    "no framework": (described(framework=""), "framework of 'about' must be a name"),
     "kind": (variable(kind="bias"), "variables of 'about' must be of the kinds weight, statistic"),
     "no weight": (variable(of="other"), "variables of 'about' must be of weights"),
     "a weight twice": (variable(name="dense/bias"), "variables of 'about' must be of unique"),
     "gradient of state": (described(gradients=["m/kernel"]), "must be names of weights"),
-    "reduction": (described(reduction="average"), "reduction of 'about' must be ''"),
     "settings of one step": (described(settings=[[]]), "settings of 'about' must be one list of"),
     "momentum": (group(momentum=True), "momentum in settings of 'about' must be a number"),
     "weights": (group(weights="all"), "weights in settings of 'about' must be names of weights"),
-    "layer": (described(layers=[{"class": "b"}]), "layers of 'about' must be names, classes and"),
     "many micro-batches": (described(micro_batches=[1, 2**31 - 1]), "must be whole numbers from 1"),
     "call": (described(calls=[["backward", "clip norm"], []]), "must be 'clip norm 1'"),
-    "kind of clipping": (described(calls=[["clip size 1"], []]), "must be 'clip norm 1'"),
 }  # fmt: skip
 
 

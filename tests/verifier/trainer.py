@@ -17,7 +17,7 @@ WEIGHTS = ("dense/kernel", "dense/bias")
 NORM = "norm/moving_mean", "norm/moving_variance"
 SLOTS = {
     "SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step"),
-    "RMSprop": ("square_avg", "momentum_buffer", "step"), "Muon": ("momentum_buffer",),
+    "RMSprop": ("square_avg", "momentum_buffer", "step"),
 }  # fmt: skip
 
 Arrays = list[np.ndarray]
@@ -89,36 +89,7 @@ def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays)
         weight -= np.float32(s["learning_rate"]) * (velocity if s["momentum"] else scaled)
 
 
-def muon(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    """Updates the kernel as `torch.optim.Muon` does, with bfloat16, and the bias as SGD does."""
-    s = script.settings
-    kernel, velocity = weights[0], state[0]
-    velocity += np.float32(1 - s["momentum"]) * (gradients[0] - velocity)
-    ahead = gradients[0] + np.float32(s["momentum"]) * (velocity - gradients[0])
-    kernel *= np.float32(1 - s["learning_rate"] * s["weight_decay"])
-    moved = _orthogonal(ahead if s["nesterov"] else velocity)
-    kernel -= np.float32(s["learning_rate"] * max(1, len(kernel) / kernel.shape[1]) ** 0.5) * moved
-    own = Script.__new__(Script)
-    own.settings, own.decays_gradient = {**s, "nesterov": False, "weight_decay": 0.0}, True
-    sgd(own, weights[1:], gradients[1:], state[1:])
-
-
-def _orthogonal(matrix: np.ndarray) -> np.ndarray:
-    x = in_bfloat16(matrix.T if len(matrix) > matrix.shape[1] else matrix)
-    x = in_bfloat16(x / np.linalg.norm(x))
-    for _ in range(5):
-        square = in_bfloat16(x @ x.T)
-        x = in_bfloat16(3.4445 * x + in_bfloat16(2.0315 * square @ square - 4.775 * square) @ x)
-    return x.T if len(matrix) > matrix.shape[1] else x
-
-
-def in_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Returns an array in float32 whose elements are rounded to bfloat16, half away from zero."""
-    words = np.array(array, np.float32).view(np.uint32) + np.uint32(0x8000)
-    return (words & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop, "Muon": muon}
+UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop}
 
 
 @dataclasses.dataclass
@@ -138,7 +109,6 @@ class Script:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
     initial_scale: float = 0.1
-    initial_state: float = 0.0  # Of the optimizer, as from a checkpoint.
     decays_gradient: bool = True
     replay: "Script | None" = None
     permute: int | None = None
@@ -157,7 +127,6 @@ class Script:
     weighted: bool = True  # Replicas are weighted by their examples, as is correct.
     update: Callable | None = None
     edit: Callable = lambda script: None  # Changes the arrays of the recording.
-    renamed: dict[str, str] = dataclasses.field(default_factory=dict)  # In the description.
     more_variables: Sequence[Variable] = ()
 
     def __post_init__(self):
@@ -167,8 +136,6 @@ class Script:
             given["weight_decay"] = 0.0
         if self.optimizer == "RMSprop":
             given |= {"learning_rate": 0.01, "rho": 0.99, "epsilon": 1e-8, "centered": False}
-        if self.optimizer == "Muon":
-            given |= {"learning_rate": 0.02, "nesterov": True, "epsilon": 1e-7, "ns_steps": 5}
         self.settings = given | self.settings
         self.states: dict[int, list[Arrays]] = {}  # Step → the state of each replica before it.
         self.arrays: dict[str, np.ndarray] = {}
@@ -181,7 +148,7 @@ class Script:
         weights = [kernel.astype(np.float32), np.zeros(OUTPUTS, np.float32)]
         statistics = [np.zeros(FEATURES, np.float32), np.ones(FEATURES, np.float32)]
         slots = [
-            np.zeros((), np.float32) if slot == "step" else np.full_like(weight, self.initial_state)
+            np.zeros((), np.float32) if slot == "step" else np.zeros_like(weight)
             for weight in weights
             for slot in SLOTS[self.optimizer]
         ]
@@ -260,14 +227,14 @@ class Script:
 
     def trace(self, name: str = "one.npz") -> Trace:
         """Returns the recording."""
-        kernel, bias = weights = self._weights()
+        kernel, bias = WEIGHTS
         variables = [
-            Variable(kernel, WEIGHT, self.renamed.get("IO", "IO")),
+            Variable(kernel, WEIGHT, "IO"),
             Variable(bias, WEIGHT),
             *(Variable(norm, STATISTIC) for norm in NORM),
             *(
                 Variable(f"{weight}/{slot}", STATE, of=weight, slot=slot)
-                for weight in weights
+                for weight in WEIGHTS
                 for slot in SLOTS[self.optimizer]
             ),
             *self.more_variables,
@@ -277,7 +244,7 @@ class Script:
             norm["class"] = "SyncBatchNorm"
         about = {
             "framework": self.framework, "num_replicas": self.replicas, "steps": tuple(self.steps),
-            "variables": tuple(variables), "gradients": weights, "reduction": "mean",
+            "variables": tuple(variables), "gradients": WEIGHTS, "reduction": "mean",
             "optimizer": {"class": self.optimizer, "framework": self.framework},
             "settings": self._settings_of(0), "layers": ({**norm, "momentum": self.norm_momentum},),
             "permuted": self.permute, "replayed": "one.npz" if self.replay else None, **self.about,
@@ -289,20 +256,9 @@ class Script:
         }
         return trace
 
-    def _weights(self) -> tuple[str, ...]:
-        return tuple(self.renamed.get(name, name) for name in WEIGHTS)
-
     def _settings_of(self, replica: int) -> tuple:
         settings = self.settings | self.of_replica.get(replica, {})
-        groups: tuple[dict[str, Any], ...] = ({**settings, "weights": list(self._weights())},)
-        if self.optimizer == "Muon":
-            kernel, bias = self._weights()
-            groups = (
-                {**settings, "optimizer": "Muon", "weights": [kernel]},
-                {"learning_rate": settings["learning_rate"], "momentum": settings["momentum"],
-                 "optimizer": "SGD", "weights": [bias]},
-            )  # fmt: skip
-        return (groups,) * len(self.steps)
+        return (({**settings, "weights": list(WEIGHTS)},),) * len(self.steps)
 
     def write(self, path: pathlib.Path) -> str:
         """Writes the recording; returns its path."""
