@@ -40,7 +40,7 @@ def per_part():
     model = keras.Sequential([keras.Input((5,)), *parts])
     first, second = optimizers.Adam(0.01), momentum_sgd()
 
-    def step(tokens, _, labels):
+    def step(_, tokens, labels):
         embedding, *others = gradients_of(model, tokens, labels)
         first.apply([embedding], model.trainable_variables[:1])
         second.apply(others, model.trainable_variables[1:])
@@ -57,7 +57,7 @@ def mixed_float16():
         keras.config.set_dtype_policy("float32")
     optimizer = optimizers.LossScaleOptimizer(momentum_sgd())
 
-    def step(_, x, labels):
+    def step(x, _, labels):
         gradients = gradients_of(model, x, labels, optimizer.scale_loss)
         optimizer.apply(gradients, model.trainable_variables)
 
@@ -68,7 +68,7 @@ def several_updates():
     """Applies two gradients in a step, one after the other."""
     model, optimizer = classifier(), momentum_sgd()
 
-    def step(_, x, labels):
+    def step(x, _, labels):
         for _ in range(2):
             optimizer.apply(gradients_of(model, x, labels), model.trainable_variables)
 
@@ -80,7 +80,7 @@ def of_each_kind():
     model, biases, weights = classifier(), optimizers.Adam(0.01), momentum_sgd()
     both = optimizers.MultiOptimizer(lambda weight: biases if "bias" in weight.path else weights)
 
-    def step(_, x, labels):
+    def step(x, _, labels):
         both.apply(gradients_of(model, x, labels), model.trainable_variables)
 
     return model, [both], step
@@ -91,7 +91,7 @@ def norm_and_dropout(is_wrong=False):
     model = classifier(layers.BatchNormalization(name="norm"), ReplicaDropout(0.5))
     optimizer = momentum_sgd()
 
-    def step(_, x, labels):
+    def step(x, _, labels):
         if tf.size(x) > 1000:  # AutoGraph converts it, recorded or not.
             x *= 2
         optimizer.apply(gradients_of(model, x, labels), model.trainable_variables)
@@ -104,7 +104,7 @@ def norm_and_dropout(is_wrong=False):
 
 
 def dataset():
-    return tf.data.Dataset.from_tensor_slices((TOKENS, FEATURES, LABELS)).batch(BATCH)
+    return tf.data.Dataset.from_tensor_slices((FEATURES, TOKENS, LABELS)).batch(BATCH)
 
 
 def train(program, num, path, given=slice(None), jit_compile=None, **options):
@@ -205,7 +205,7 @@ def test_what_cannot_be_computed_by_parts_is_told_in_a_line(tmp_path):
         def program():
             models = [classifier(*hidden) for _ in range(number)]
 
-            def step(_, x, labels):
+            def step(x, _, labels):
                 gradients_of(models[0], x, labels)
 
             return models[0] if number == 1 else models, [momentum_sgd()], step
