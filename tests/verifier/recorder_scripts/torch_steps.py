@@ -182,6 +182,9 @@ def case_optimizers_in_backward():
     train(model, momentum(model), "after.npz", plain, 3, steps=2)
     bits = train_in_backward(None)
     assert is_equal(bits, train_in_backward("in_backward.npz"))
+    trace = Trace("in_backward")
+    assert trace.kind("raw").keys() == trace.kind("clipped").keys() == {*trace.about["gradients"]}
+    assert "second.bias/momentum_buffer" in trace.kind("after") and "0" in trace.kind("loss")
     train_in_backward("in_backward.npz", replay="after.npz")
     verdict = compare("after.npz", "in_backward.npz")
     assert verdict.ok and not verdict.missing, str(verdict)
