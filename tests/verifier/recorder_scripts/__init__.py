@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from cases.runner import Server
+from cases.runner import PRELOADED, Server
 
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[2]
 INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
-PROCESSES = {"torch_ranks": 2, "torch_mesh": 4}  # Script of cases → their ranks, if several.
+PROCESSES = {"torch_ranks": 2}  # Script of cases → their ranks, if several.
 MODULES = {  # Framework → what its scripts import.
-    "torch": ("numpy", "torch", "torch.distributed.fsdp", "lockstep.record_torch"),
+    "torch": (*PRELOADED["torch"], "lockstep.comparison"),
     "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
     "keras": ("keras", "lockstep.record_keras"),
     **{
@@ -45,15 +45,7 @@ def needs(package, *more):
 
 
 def run_script(package, *words, cwd=None, timeout=400, **environment):
-    """Runs a script with the interpreter of a package; returns the ended process.
-
-    Args:
-        package: package that the interpreter has to have.
-        words: path and arguments, or options of Python.
-        cwd: folder to run it in; None for that of the test.
-        timeout: limit in seconds.
-        environment: further variables.
-    """
+    """Runs a script, or options of Python, with the interpreter that has a package."""
     given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [interpreter(package), *map(str, words)], env={**os.environ, **given, **environment},
@@ -93,12 +85,11 @@ class Scripts:
 
 def cases_of(package):
     """Returns parameters with script and name, for each function `case_…` of a framework."""
-    found = []
-    for path in sorted(FOLDER.glob(f"{package}_*.py")):
-        names = re.findall(r"^def case_(\w+)", path.read_text("utf-8"), re.M)
-        marks = [pytest.mark.slow] if PROCESSES.get(path.stem, 1) > 2 else []
-        found += [pytest.param(path.stem, name, id=name, marks=marks) for name in names]
-    return found
+    return [
+        pytest.param(path.stem, name, id=name)
+        for path in sorted(FOLDER.glob(f"{package}_*.py"))
+        for name in re.findall(r"^def case_(\w+)", path.read_text("utf-8"), re.M)
+    ]
 
 
 def run_case(scripts, package, script, name, folder):

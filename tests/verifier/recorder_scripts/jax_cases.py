@@ -2,20 +2,17 @@
 # ruff: noqa: F403, F405 (the names of `jax_steps`)
 
 import itertools
-import json
 import pathlib
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.devices import dtype_of
-from lockstep.recorders.jax.paths import flatten, weights_of
+from lockstep.recorders.jax.paths import weights_of
 from recording import Trace
 
 
@@ -43,28 +40,26 @@ def case_shard_map():
     for position, size in ((1, 4), (2, 4), (3, 2)):  # The last batch is shorter.
         assert [a.shape for a in trace.get(position, "data", 1)] == [(size, 5), (size, 2)]
         assert is_equal(trace.get(position, "ids"), [np.arange(2 * size)])
-        raw = [trace.get(position, "raw", replica) for replica in range(2)]
-        assert not is_equal(*raw)
-        for replica in range(2):
-            kinds = ("sums", "clipped", "before", "after")
-            sums, clipped, before, after = (trace.get(position, k, replica) for k in kinds)
-            assert is_close(sums, mean(*raw))
-            assert is_equal(clipped, [a.clip(-0.5, 0.5) for a in sums])
-            velocity = [0.9 * v + g for v, g in zip(before[3:6], clipped, strict=True)]
-            weights = [p - 0.1 * v for p, v in zip(before[:3], velocity, strict=True)]
-            assert is_close(after[:6], weights + velocity)
-        keys = [trace.get(position, "random", replica)[0] for replica in range(2)]
-        assert keys[0].dtype == np.uint8 and not np.array_equal(*keys)
-        losses = [trace.get(position, "loss", replica)[0] for replica in range(2)]
-        assert losses[0].shape == () and losses[0] != losses[1]
+        kinds = ("raw", "sums", "clipped", "before", "after", "random", "loss")
+        arrays = [[trace.get(position, kind, replica) for kind in kinds] for replica in range(2)]
+        own, other = (dict(zip(kinds, each, strict=True)) for each in arrays)
+        for kind in kinds:
+            is_of_device = kind in ("raw", "random", "loss")
+            assert is_equal(own[kind], other[kind]) != is_of_device, kind
+        assert is_close(own["sums"], mean(own["raw"], other["raw"]))
+        assert is_equal(own["clipped"], [a.clip(-0.5, 0.5) for a in own["sums"]])
+        before = own["before"]
+        velocity = [0.9 * v + g for v, g in zip(before[3:6], own["clipped"], strict=True)]
+        weights = [p - 0.1 * v for p, v in zip(before[:3], velocity, strict=True)]
+        assert is_close(own["after"][:6], weights + velocity)
+        assert own["random"][0].dtype == np.uint8 and own["loss"][0].shape == ()
 
 
 def check_about(about):
     weights, sgd = ["a/bias", "a/kernel", "b/kernel"], {"learning_rate": 0.1, "momentum": 0.9}
     expected = {
-        **{"format": "lockstep trace", "version": 2, "framework": "jax", "order": "reduce, clip"},
-        **{"num_replicas": 2, "replicas": [0, 1], "steps": [0, 2, 4], "reduction": "mean"},
-        **{"gradients": weights, "permuted": None, "replayed": None},
+        **{"framework": "jax", "num_replicas": 2, "replicas": [0, 1], "steps": [0, 2, 4]},
+        **{"order": "reduce, clip", "reduction": "mean", "gradients": weights},
         "optimizer": {"class": "SGD", "framework": "jax", **sgd},
     }
     assert about.items() >= expected.items()
@@ -72,23 +67,8 @@ def check_about(about):
     assert [v["layout"] for v in about["variables"]] == ["", "IO", "IO", "", "IO", "IO", ""]
     kinds = ["weight"] * 3 + ["optimizer state"] * 3 + ["seed"]
     assert [v["kind"] for v in about["variables"]] == kinds
-    assert about["variables"][4] == {
-        **{"name": "opt_state/a/kernel", "kind": "optimizer state", "layout": "IO"},
-        **{"of": "a/kernel", "slot": "momentum"},
-    }
-
-
-def write_torch_trace():
-    """Writes a recording of the same weights in PyTorch's form: transposed, with other names."""
-    one, arrays = Trace("one"), {}
-    about = one.about | {"framework": "torch", "variables": [], "gradients": []}
-    about |= {"settings": [], "aliases": {}}
-    weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
-    for index, (name, layout, source) in enumerate(reversed(weights)):
-        about["variables"].append({"name": name, "kind": "weight", "layout": layout})
-        for position in (1, 2, 3):
-            arrays[f"{position}/before/0/{index}"] = one.get(position, "before")[source].T
-    np.savez("torch.npz", about=np.array(json.dumps(about)), **arrays)
+    state = about["variables"][4]
+    assert state.items() >= {"name": "opt_state/a/kernel", "of": "a/kernel"}.items()
 
 
 def case_replay():
@@ -96,69 +76,48 @@ def case_replay():
     one, two = shard_map_step(1, noise=0), shard_map_step(2, noise=0)
     given = {"run": partial(loop, end=4), "steps": [0, 2, 3]}
     record("one", one, **given)
-    write_torch_trace()
-    record("two", two, **given)
     record("replayed", two, **given, replay="one.npz")
     record("permuted", two, **given, replay="one.npz", permute=5)
-    record("of_torch", two, **given, replay="torch.npz", names={"a/bias": "a.bias"})
     refused(r"one.npz: lacks steps \[1\]; it has \[0, 2, 3\]$", two, replay="one.npz", steps=[0, 1])
     refused("replay=none.npz: does not exist", two, replay="none.npz")
-    unmatched = {"steps": 1, "replay": "torch.npz", "names": {"a/kernel": "b.weight"}}
-    refused(r"no weight fits a/kernel \(5, 7\); it has b.weight \(2, 7\)", two, **unmatched)
-    names = ("one", "two", "replayed", "permuted", "of_torch")
-    one, two, replayed, permuted, of_torch = map(Trace, names)
+    unmatched = {"steps": [0], "replay": "one.npz", "names": {"a/kernel": "b/kernel"}}
+    refused(r"no weight fits a/kernel \(5, 7\); it has a/bias \(7,\), ", two, **unmatched)
+    one, replayed, permuted = map(Trace, ("one", "replayed", "permuted"))
     assert replayed.about["replayed"] == "one.npz" and permuted.about["permuted"] == 5
-    assert not is_equal(two.get(3, "before"), one.get(3, "before"))  # Other rounding.
     moved = []
-    for position in (1, 2, 3):
+    for position, replica in itertools.product((1, 2, 3), (0, 1)):
         before = one.get(position, "before")
-        for replica in range(2):
-            assert is_equal(replayed.get(position, "before", replica), before)
-            assert is_equal(of_torch.get(position, "before", replica)[:3], before[:3])
-            rows, others = (t.get(position, "data", replica)[0] for t in (replayed, permuted))
-            moved += [not np.array_equal(rows, others)]
-            assert np.array_equal(rows[rows[:, 0].argsort()], others[others[:, 0].argsort()])
-            images, targets = permuted.get(position, "data", replica)
-            assert np.array_equal(images[:, :2], targets)
-        for trace in (replayed, permuted):
-            assert is_close(trace.get(position, "sums"), one.get(position, "sums"))
+        assert is_equal(replayed.get(position, "before", replica), before)
+        rows, others = (t.get(position, "data", replica)[0] for t in (replayed, permuted))
+        moved += [not np.array_equal(rows, others)]
+        assert np.array_equal(rows[rows[:, 0].argsort()], others[others[:, 0].argsort()])
+        images, targets = permuted.get(position, "data", replica)
+        assert np.array_equal(images[:, :2], targets)
+        assert is_close(permuted.get(position, "sums"), one.get(position, "sums"))
+    assert sum(moved) > 3  # A permutation of few examples may leave them where they are.
     verdict = compare("one.npz", "replayed.npz")
     assert verdict.ok and {"sum", "update"} <= {each.node for each in verdict.measured}
-    assert sum(moved) > 3  # A permutation of few examples may leave them where they are.
 
 
 def case_pmap():
     """A step is recorded without its axis of devices."""
-    run, given = partial(loop, stack=2, end=4), {"pmap": True, "steps": [0, 2, 3]}
-    assert is_equal(record("two", pmap_step, run, **given), run(pmap_step))
-    record("one", pmap_step, partial(run, stack=1), **given, replay="two.npz")
-    record("permuted", pmap_step, run, **given, replay="two.npz", permute=5)
+    run = partial(loop, stack=2, end=4)
+    options = {"run": run, "pmap": True, "steps": [0, 2, 3]}
+    assert is_equal(record("two", pmap_step, **options), run(pmap_step))
     no_axis = r"^pmap: batch of shape \(8, 5\) has no axis of devices; "
     refused(no_axis, shard_map_step(2), pmap=True)
-    given["pmap"] = "batch", "key"
-    record("none", pmap_step_of_one_copy, partial(run, one_copy=True), **given)
-    two, one, permuted, none = map(Trace, ("two", "one", "permuted", "none"))
-    for position, kind in itertools.product((1, 2, 3), ("before", "raw", "after", "data")):
-        assert is_close(none.get(position, kind, 1)[:6], two.get(position, kind, 1)[:6])
-    assert two.about["num_replicas"] == 2 and one.about["num_replicas"] == 1
-    moved = []
+    two = Trace("two")
+    assert two.about["num_replicas"] == 2
     for position in (1, 2, 3):
         shapes = [a.shape for a in two.get(position, "before", 1)]
         assert shapes == [(7,), (5, 7), (7, 2)] * 2 + [(2,)]
-        raw = [two.get(position, "raw", replica) for replica in range(2)]
-        sums = two.get(position, "sums")
-        assert not is_equal(*raw) and is_close(sums, mean(*raw))
-        keys = [two.get(position, "random", replica)[0] for replica in range(2)]
-        assert not np.array_equal(*keys)
-        assert is_equal(one.get(position, "before")[:6], two.get(position, "before")[:6])
-        x, permuted_x = (t.get(position, "data", 1)[0] for t in (two, permuted))
-        moved += [not np.array_equal(x, permuted_x)]
-        assert np.array_equal(np.sort(x, axis=0), np.sort(permuted_x, axis=0))
-    assert any(moved)
+        raw, keys = ([two.get(position, kind, r) for r in (0, 1)] for kind in ("raw", "random"))
+        assert not is_equal(*raw) and not is_equal(*keys)
+        assert is_close(two.get(position, "sums"), mean(*raw))
 
 
 def case_jit():
-    """A step with shardings has no gradient of one device."""
+    """The state is one object, the batch a dictionary, the key a keyword; a name is static."""
     places = {"params": "params", "opt_state": "moments", "state": "batch_stats"}
     options = {
         "arguments": {k: f"1/{v}" for k, v in places.items()} | {"batch": 2, "key": "key"},
@@ -166,25 +125,16 @@ def case_jit():
         "optimizer": {"class": "Adam", "learning_rate": lambda step: 0.01 * step},
         "steps": 3,
     }
-    run = partial(jit_loop, sharded=False)
-    assert is_equal(record("one", jit_step, run, **options), run(jit_step))
-    record("two", jit_step, partial(jit_loop, sharded=True), replay="one.npz", **options)
-    two, one = Trace("two"), Trace("one")
-    assert (one.about["num_replicas"], two.about["num_replicas"]) == (1, 2)
-    slots = [(v["of"], v["slot"]) for v in two.about["variables"] if "slot" in v]
+    assert is_equal(record("one", jit_step, jit_loop, **options), jit_loop(jit_step))
+    trace = Trace("one")
+    variables = trace.about["variables"]
+    slots = [(v["of"], v["slot"]) for v in variables if "slot" in v]
     assert slots[:2] == [("", "count"), ("a/bias", "mu")] and slots[-1] == ("b/kernel", "nu")
-    kinds = {v["name"]: v["kind"] for v in two.about["variables"]}
-    count = two.get(1, "before")[list(kinds).index("opt_state/count")]
-    assert count.dtype == np.int32 and count == 0
+    kinds = {v["name"]: v["kind"] for v in variables}
     assert kinds["state/mean"] == "statistic" and kinds["key"] == "seed"
-    assert [s[0]["learning_rate"] for s in two.about["settings"]] == [0.0, 0.01, 0.02]
-    assert two.about["reduction"] == "" and not two.get(1, "raw")
-    for position in (1, 2, 3):
-        assert is_equal(two.get(position, "before", 1), one.get(position, "before"))
-        assert is_close(two.get(position, "sums", 1), one.get(position, "sums"))
-        assert is_close(two.get(position, "after", 1), one.get(position, "after"))
-        assert two.get(position, "random", 0) and not two.get(position, "random", 1)
-        assert two.get(position, "data", 1)[0].shape == (4, 5)
+    assert [s[0]["learning_rate"] for s in trace.about["settings"]] == [0.0, 0.01, 0.02]
+    assert trace.about["reduction"] == "" and not trace.get(1, "raw")
+    assert trace.get(2, "random") and [a.shape for a in trace.get(2, "data")] == [(8, 5), (8, 2)]
 
 
 def case_steps_of_libraries():
@@ -206,51 +156,34 @@ def case_steps_of_libraries():
         def compile(self):
             return self
 
-    step = shard_map_step(1)
-    assert is_equal(record("one", Step(step)), loop(step))
+    step, run = shard_map_step(1), partial(loop, end=1)
+    assert is_equal(record("one", Step(step), run, steps=1), run(step))
     Step.__module__ = "flax.nnx.transforms.compilation"
     refused(r"^the step of nnx\.jit changes its arguments.* and returns nnx\.state$", Step(step))
 
 
 def case_weights_of_state():
     """State belongs to the weight whose path is a part of its own."""
-
-    class Moments(NamedTuple):
-        count: str
-        mu: Any
-        nu: Any
-
-    listed, named = ["0", "1", "2"], {"a": {"b": "a/b"}, "b": "b"}
-    shape = (3,)
-    for weights, state, expected in (
-        (listed, Moments("c", ["m0", "m1", "m2"], ["n0", "n1", "n2"]),
-            {f"{slot[0]}{i}": (str(i), slot) for i in range(3) for slot in ("mu", "nu")}),
-        (listed, [("m0", "v0"), ("m1", "v1"), ("m2", "v2")],
-            {f"{s}{i}": (str(i), str("mv".find(s))) for i in range(3) for s in "mv"}),
-        (listed, ["m0", "m1", "m2"], {f"m{i}": (str(i), "") for i in range(3)}),
+    for weights, states, numbers, arrays in (
+        ("0 1", {"mu/0": "0 mu", "mu/1": "1 mu", "nu/0": "0 nu", "nu/1": "1 nu"}, "count", ""),
+        ("0 1 2", {f"{i}/{slot}": f"{i} {slot}" for i in range(3) for slot in range(2)}, "", ""),
+        ("0 1", {"0": "0 ", "1": "1 "}, "", ""),
         # A list in the order of nothing that is known, and two rates beside two weights.
-        (named, ["m0", "m1"], {}),
-        (("0", "1"), ("c", "c2"), {}),
+        ("a/b b", {}, "", "0 1"),
+        ("0 1", {}, "0 1", ""),
         # A mask leaves weights out, as Optax does; a chain has other states beside.
-        (named, ((), Moments("c", {"a": {"b": "m0"}, "b": ()}, {"a": {"b": ()}, "b": "v1"})),
-            {"m0": ("a/b", "mu"), "v1": ("b", "nu")}),
+        ("a/b b", {"1/mu/a/b": "a/b mu", "1/nu/b": "b nu"}, "1/count", ""),
         # Two models have a state each.
-        ({"g": {"w": "g/w"}, "d": {"w": "d/w", "b": "d/b"}},
-            {"g": ("c", {"w": "m0"}), "d": ("c2", {"w": "m1", "b": "m2"})},
-            {"m0": ("g/w", "1"), "m1": ("d/w", "1"), "m2": ("d/b", "1")}),
-        ("0", Moments("c", "m0", "v0"), {"m0": ("0", "mu"), "v0": ("0", "nu")}),
-        ({}, Moments("c", {}, {}), {}),
+        ("g/w d/w", {"g/1/w": "g/w 1", "d/1/w": "d/w 1"}, "g/0 d/0", ""),
+        ("", {"mu": " mu", "nu": " nu"}, "count", ""),
         # Keras has its counter and learning rate in the same list.
-        (listed, ["c", "c2", "m0", "m1", "m2"], {}),
-    ):  # fmt: skip
-        by_path = [dict(zip(*flatten(tree)[:2], strict=True)) for tree in (weights, state)]
-        known, own = by_path
-        shapes = [
-            {path: () if name.startswith("c") else shape for path, name in names.items()}
-            for names in by_path
-        ]
-        found = {own[p]: (known[w], slot) for p, (w, slot) in weights_of(*shapes).items()}
-        assert found == expected, (weights, state, found)
+        ("0 1 2", {}, "0 1", "2 3 4"),
+    ):
+        shapes = dict.fromkeys([*states, *arrays.split()], (3,))
+        shapes |= dict.fromkeys(numbers.split(), ())
+        found = weights_of(dict.fromkeys(weights.split(" "), (3,)), shapes)
+        expected = {path: tuple(text.split(" ")) for path, text in states.items()}
+        assert found == expected, (weights, shapes, found)
 
 
 def case_rounding_of_products():
@@ -285,51 +218,47 @@ def scanned_step(order, devices=1):
         h, _ = jax.lax.scan(layer, h, jnp.array([1.0, 1.5]))
         return ((record_jax.keep("y_pred", h @ params["b"]["kernel"]) - y) ** 2).mean()
 
-    def whole(params, parts):
-        def add_loss(total, part):
-            return total + jax.checkpoint(loss_fn)(params, *part), None
+    def of_part(params, part):
+        if order == "whole":
+            return jax.checkpoint(loss_fn)(params, *part)
+        part = record_jax.keep("data", part) if order == "columns" else part
+        return jax.value_and_grad(loss_fn)(params, *part)
 
-        return jax.lax.scan(add_loss, 0.0, parts)[0] / len(parts[0])
+    def of_parts(params, parts):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, of_part(params, part)), None
 
-    def of_parts(params, x, y):
-        if order == "once":
-            return jax.value_and_grad(loss_fn)(params, x, y)
+        start = 0.0 if order == "whole" else (0.0, jax.tree.map(jnp.zeros_like, params))
+        return jax.tree.map(lambda a: a / len(parts[0]), jax.lax.scan(add, start, parts)[0])
+
+    def device_step(params, velocity, x, y):
         parts = [a.reshape(-1, 2, a.shape[-1]) for a in (x, y)]
         if order == "columns":
             parts = [a.reshape(2, -1, a.shape[-1]).swapaxes(0, 1) for a in (x, y)]
-        if order == "whole":
-            return jax.value_and_grad(whole)(params, parts)
-
-        def add(total, part):
-            part = record_jax.keep("data", part) if order == "columns" else part
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *part)), None
-
-        sums, _ = jax.lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, params)), parts)
-        return jax.tree.map(lambda a: a / len(parts[0]), sums)
-
-    def device_step(params, velocity, x, y):
-        loss, grads = of_parts(params, x, y)
+        if order == "once":
+            loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        else:
+            of_all = jax.value_and_grad(of_parts) if order == "whole" else of_parts
+            loss, grads = of_all(params, parts)
         grads = record_jax.keep("sums", jax.lax.pmean(record_jax.keep("raw", grads), "d"))
         return *update(params, velocity, grads), jax.lax.pmean(loss, "d")
 
-    mesh = Mesh(jax.devices()[:devices], ("d",))
     specs = {"in_specs": (P(), P(), P("d"), P("d")), "out_specs": P()}
-    step = jax.shard_map(device_step, mesh=mesh, check_vma=False, **specs)
+    step = jax.shard_map(device_step, mesh=mesh_of(devices), check_vma=False, **specs)
     return jax.jit(lambda params, velocity, x, y, _: step(params, velocity, x, y))
 
 
 def case_scans():
     """What is kept in each iteration of a scan is that of one call with all examples, in order."""
     given = {"arguments": WITHOUT_KEY, "steps": 1, "run": partial(loop, end=1)}
-    plain = loop(scanned_step("rows"), end=1)
     orders = {"once": 1, "rows": 4, "columns": 4, "whole": 1}  # Times of the loss of a part.
     bits = {order: record(order, scanned_step(order), **given) for order in orders}
-    assert is_equal(bits["rows"], plain)
+    assert is_equal(bits["rows"], loop(scanned_step("rows"), end=1))
     once = Trace("once")
     (x, y), (right,), (gradient,) = (once.get(1, kind) for kind in ("data", "y_pred", "y_grad"))
-    hidden, first, second = once.get(1, "module_out")
+    modules = once.get(1, "module_out")
     assert once.about["modules"] == ["hidden", "deep[0]", "deep[1]"]
-    assert is_close([second], [np.tanh(1.5 * first)])
+    assert is_close(modules[2:], [np.tanh(1.5 * modules[1])])
     for order, times in orders.items():
         trace = Trace(order)
         (outputs,), (own,), data = (trace.get(1, k) for k in ("y_pred", "y_grad", "data"))
@@ -338,11 +267,9 @@ def case_scans():
         assert sorted(places) == [*range(8)] and (places != [*range(8)]) == (order == "columns")
         assert is_equal([y[places]], data[1:])
         assert is_close([outputs, own], [right[places], times * gradient[places]])
-        expected = [out[places] for out in (hidden, first, second)]
-        assert is_close(trace.get(1, "module_out"), expected)
+        assert is_close(trace.get(1, "module_out"), [out[places] for out in modules])
         assert is_close(trace.get(1, "sums"), once.get(1, "sums"))
-    two = scanned_step("rows", devices=2)
-    record("two", two, **given, replay="once.npz")
+    record("two", scanned_step("rows", devices=2), **given, replay="once.npz")
     assert [a.shape for a in Trace("two").get(1, "y_pred", 1)] == [(4, 2)]
     verdict = compare("once.npz", "two.npz")
     assert verdict.status == "clean", str(verdict)

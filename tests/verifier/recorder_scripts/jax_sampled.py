@@ -3,10 +3,7 @@
 The mesh splits the weights of both layers, the embedding and their state over "model".
 """
 
-import os
 import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +11,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_steps import OUTPUTS, WITHOUT_KEY, adam, mesh_of, start_of_adam
 from lockstep import record_jax
 
 LATER = 11  # A row of the embedding of which the samples have no element.
 SPECS = {"embedding": P("model"), "hidden": P(None, "model"), "last": P("model")}
-ARGUMENTS = {"params": 0, "opt_state": 1, "batch": (2, 3)}
-OUTPUTS = {"params": 0, "opt_state": 1, "loss": 2}
+ADAM = {"class": "Adam", "learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8}
 
 
 def init(size, seed):
     random, shapes = np.random.default_rng(seed), {"hidden": (32, 40), "last": (40, 6)}
     params = {name: random.normal(size=shape) / 6 for name, shape in shapes.items()}
     params["embedding"] = random.normal(size=(size, 8)) if size < 99 else np.zeros((size, 8))
-    params = jax.tree.map(np.float32, params)
-    zeros = jax.tree.map(np.zeros_like, params)
-    return params, {"mu": zeros, "nu": zeros, "count": np.int32(0)}
+    return jax.tree.map(np.float32, params)
 
 
 def loss_of(params, x, y, bug):
@@ -45,17 +40,7 @@ def update(params, state, grads, bug):
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
     if bug != "unclipped":
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
-    grads = record_jax.keep("clipped", grads)
-    count = state["count"] + 1
-    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
-    nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, state["nu"], grads)
-    first, second = 1 - 0.9**count, 1 - 0.999**count
-
-    def applied(p, m, v):
-        return p - 0.01 * (m / first) / (jnp.sqrt(v / second) + 1e-8)
-
-    params = jax.tree.map(applied, params, mu, nu)
-    return params, {"mu": mu, "nu": nu, "count": count}
+    return adam(params, state, record_jax.keep("clipped", grads))
 
 
 def step_of(bug, axis=None):
@@ -73,31 +58,26 @@ def step_of(bug, axis=None):
 
 
 def main(path, kind="plain", bug="", replay=None):
-    size = 2_200_000 if kind == "large" else 60
-    params, state = init(size, seed=int(bug == "other_start"))
-    random = np.random.default_rng(5)
-    batch = random.integers(0, 40, (64, 4)), np.arange(64) % 5
-    options = {"sample": None if kind == "large" else 16, "start": bug == "start"}
+    params = init(2_200_000 if kind == "large" else 60, seed=int(bug == "other_start"))
+    state, mesh = start_of_adam(params), mesh_of(2, "data")
+    batch = np.random.default_rng(5).integers(0, 40, (64, 4)), np.arange(64) % 5
     if kind == "shards":
-        mesh = Mesh(jax.devices()[:2], ("data",))
         specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": (P(), P(), P())}
         step = jax.jit(jax.shard_map(step_of(bug, "data"), mesh=mesh, **specs, check_vma=False))
-        batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
     elif kind == "mesh":
         mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "model"))
         split = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
         of_state = {"mu": split, "nu": split, "count": NamedSharding(mesh, P())}
         params, state = jax.device_put((params, state), (split, of_state))
-        batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
         step = jax.jit(step_of(bug), out_shardings=(split, of_state, NamedSharding(mesh, P())))
     else:
         step = jax.jit(step_of(bug))
-    optimizer = {"class": "Adam", "learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999}
-    optimizer["epsilon"] = 1e-8
-    recorder = record_jax.record(
-        path, step, ARGUMENTS, OUTPUTS, optimizer, replay=replay, **options
-    )  # fmt: skip
-    with recorder as step:
+    if kind in ("shards", "mesh"):
+        batch = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in batch]
+    with record_jax.record(
+        path, step, WITHOUT_KEY, OUTPUTS, ADAM, replay=replay,
+        sample=None if kind == "large" else 16, start=bug == "start",
+    ) as step:  # fmt: skip
         for _ in range(2):
             params, state, _ = step(params, state, *batch)
 

@@ -6,17 +6,20 @@ import pathlib
 import re
 from functools import partial
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    " --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from lockstep import record_jax
 
-ARGUMENTS = {"params": 0, "opt_state": 1, "batch": (2, 3), "key": 4}
 WITHOUT_KEY = {"params": 0, "opt_state": 1, "batch": (2, 3)}
+ARGUMENTS = {**WITHOUT_KEY, "key": 4}
 OUTPUTS = {"params": 0, "opt_state": 1, "loss": 2}
 SGD = {"class": "SGD", "learning_rate": 0.1, "momentum": 0.9}
 State = collections.namedtuple("State", "params moments batch_stats")
@@ -42,16 +45,11 @@ def mesh_of(num_devices, axis="d"):
     return Mesh(np.array(jax.devices()[:num_devices]), (axis,))
 
 
-def value_and_grad(params, x, y, key, noise=0.5, whole=lambda outputs: outputs):
-    """Returns the loss of two linear layers with noise between them, and its gradient."""
+def loss_of(params, x, y, key, noise):
+    """Returns the loss of two linear layers with noise between them."""
     a, b = params["a"], params["b"]["kernel"]
     scale = 1 + noise * jax.random.normal(key, a["bias"].shape)
-    h = (x @ a["kernel"] + a["bias"]) * scale
-    wrong = whole(h @ b) - y
-    sent = wrong / len(x)
-    back = sent @ b.T * scale
-    grads = {"a": {"kernel": x.T @ back, "bias": back.sum(0)}, "b": {"kernel": h.T @ sent}}
-    return (wrong * sent).sum() / 2, grads
+    return (((x @ a["kernel"] + a["bias"]) * scale @ b - y) ** 2).sum() / len(x) / 2
 
 
 def update(params, velocity, grads):
@@ -68,66 +66,62 @@ def adam(params, state, grads):
     def applied(p, m, v):
         return p - 0.01 * ((m / first) / ((v / second) ** 0.5 + 1e-8)).astype(np.float32)
 
-    return jax.tree.map(applied, params, mu, nu), {"count": count, "mu": mu, "nu": nu}
+    return jax.tree.map(applied, params, mu, nu), {"mu": mu, "nu": nu, "count": count}
 
 
-def start_of_adam():
-    return {"count": np.int32(0), "mu": zeros(), "nu": zeros()}
+def start_of_adam(params):
+    return {"mu": zeros(params), "nu": zeros(params), "count": np.int32(0)}
 
 
-# --- Steps -------------------------------------------------------------------------------------
+# --- Steps ---------------------------------------------------------------------------------------
+
+
+def step_of_device(params, velocity, x, y, key, noise=0.5):
+    loss, grads = jax.value_and_grad(loss_of)(params, x, y, key, noise)
+    loss, grads = record_jax.keep("loss", loss), record_jax.keep("raw", grads)
+    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
+    clipped = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
+    return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
+
+
+pmap_step = jax.pmap(step_of_device, axis_name="d", donate_argnums=(0, 1))
 
 
 def shard_map_step(num_devices, noise=0.5, traces=None):
     specs = {"in_specs": (P(), P(), P("d"), P("d"), P()), "out_specs": P()}
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    @partial(jax.shard_map, mesh=mesh_of(num_devices), **specs)
+    @partial(jax.shard_map, mesh=mesh_of(num_devices), check_vma=False, **specs)
     def step(params, velocity, x, y, key):
         if traces is not None:
             traces.append(x.shape)
         key = record_jax.keep("random", jax.random.fold_in(key, jax.lax.axis_index("d")))
-        loss, grads = value_and_grad(params, x, y, key, noise)
-        loss, grads = record_jax.keep("loss", loss), record_jax.keep("raw", grads)
-        grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
-        clipped = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
-        return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
+        return step_of_device(params, velocity, x, y, key, noise)
 
     return step
-
-
-def step_of_device(params, velocity, x, y, key):
-    loss, grads = value_and_grad(params, x, y, key)
-    grads = record_jax.keep("raw", grads)
-    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
-    return *update(params, velocity, grads), loss
-
-
-pmap_step = jax.pmap(step_of_device, axis_name="d", donate_argnums=(0, 1))
-pmap_step_of_one_copy = jax.pmap(step_of_device, axis_name="d", in_axes=(None, None, 0, 0, 0))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def jit_step(name, state, examples, *, key):
     """Trains with Adam; the state is one object, the batch a dictionary, the key a keyword."""
     params, moments, stats = state
-    loss, grads = value_and_grad(params, examples["x"], examples["y"], key)
+    loss, grads = jax.value_and_grad(loss_of)(params, examples["x"], examples["y"], key, 0.5)
     params, moments = adam(params, moments, record_jax.keep("sums", grads))
     stats = {"mean": 0.9 * stats["mean"] + 0.1 * examples["x"].mean(0)}
     return State(params, moments, stats), {"loss": loss}
 
 
-# --- Loops -------------------------------------------------------------------------------------
+# --- Loops ---------------------------------------------------------------------------------------
 
 
 def leaves_of(*trees):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
 
 
-def loop(step, stack=0, end=6, one_copy=False):
+def loop(step, stack=0, end=6):
     """Trains for six steps, the last two with short batches; returns all arrays."""
     params, velocity = init(), zeros()
-    if stack and not one_copy:
+    if stack:
         params, velocity = jax.tree.map(lambda a: np.stack([a] * stack), (params, velocity))
     for number in range(end):
         x, y = batch(number)
@@ -136,24 +130,18 @@ def loop(step, stack=0, end=6, one_copy=False):
             x, y = (a.reshape(stack, -1, *a.shape[1:]) for a in (x, y))
             key = jax.random.split(key, stack)
         params, velocity, loss = step(params, velocity, x, y, key)
-        if one_copy:
-            params, velocity = jax.tree.map(lambda a: np.asarray(a[0]), (params, velocity))
     return leaves_of(params, velocity, loss)
 
 
-def jit_loop(step, sharded):
-    state = State(init(), start_of_adam(), {"mean": np.zeros(5, np.float32)})
-    if sharded:
-        state = jax.device_put(state, NamedSharding(mesh_of(2), P()))
+def jit_loop(step):
+    state = State(init(), start_of_adam(init()), {"mean": np.zeros(5, np.float32)})
     for number in range(5):
         examples = dict(zip("xy", batch(number), strict=True))
-        if sharded:
-            examples = jax.device_put(examples, NamedSharding(mesh_of(2), P("d")))
         state, _ = step("a name", state, examples, key=jax.random.key(number))
     return leaves_of(state)
 
 
-# --- Recordings --------------------------------------------------------------------------------
+# --- Recordings ----------------------------------------------------------------------------------
 
 
 def record(name, step, run=loop, **options):

@@ -1,13 +1,11 @@
 """Trains a small model of Keras, recorded with samples: FILE [KIND] [BUG] [REPLAY].
 
 KIND: `plain` (a loop on one device), `loop` and `fit` on two, `workers` (a loop in two processes,
-this one as TF_CONFIG says), `large`; `whole`, `full` and `killed`: fit on one device, recorded
-whole, to its end, on a disk that is full, and killed in step 2.
+this one as TF_CONFIG says), `large`; `whole` and `full`: fit on one device, recorded whole, to its
+end and on a disk that is full.
 """
 
-import os
 import resource
-import signal
 import sys
 
 import keras
@@ -48,35 +46,22 @@ def built(kind, bug):
 
 def replica_step(model, bug, x, y):
     with tf.GradientTape() as tape:
-        factor = 1.01 if bug == "loss" else 1.0
-        loss = factor * tf.reduce_sum(loss_of(y, model(x, training=True))) / 64
+        loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / 64
     gradients = tape.gradient(loss, model.trainable_variables)
     if bug == "row":
         table = tf.convert_to_tensor(gradients[0])
         row = table[LATER : LATER + 1] * 1.01
         gradients[0] = tf.tensor_scatter_nd_update(table, [[LATER]], row)
-    if bug == "reduce":
-        model.optimizer._all_reduce_sum_gradients = lambda pairs: pairs
     model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
 def run_loop(strategy, model, bug, recorder, data):
     step = recorder.wrap(lambda x, y: replica_step(model, bug, x, y))
-
-    @tf.function
-    def train(x, y):
-        strategy.run(step, args=(x, y))
-
+    train = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
     if type(strategy) is tf.distribute.MirroredStrategy:
         data = strategy.experimental_distribute_dataset(data)
     for x, y in data:
         train(x, y)
-
-
-def end_as(kind, number):
-    """Ends step 2 as the kind says."""
-    if kind == "killed" and number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(path, kind="plain", bug="", replay=None):
@@ -88,20 +73,15 @@ def main(path, kind="plain", bug="", replay=None):
         x, y = np.split(x, 2)[own], np.split(y, 2)[own]
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat(3)
     options = {"sample": 16, "start": bug == "start", "replay": replay}
-    if kind in ("whole", "full", "killed"):
-        options = {"steps": 3}
-    elif kind == "large":
-        options = {}
+    if kind in ("whole", "full", "large"):
+        options = {} if kind == "large" else {"steps": 3}
     if kind == "full":  # A write beyond this fails as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    ending = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda n, logs=None: end_as(kind, n)
-    )
     with record_keras.record(path, model, **options) as recorder:
-        if kind in ("plain", "loop", "workers", "large"):
-            run_loop(strategy, model, bug, recorder, data)
+        if kind in ("fit", "whole", "full"):
+            model.fit(data, verbose=0)
         else:
-            model.fit(data, verbose=0, callbacks=[ending])
+            run_loop(strategy, model, bug, recorder, data)
     print(repr(float(sum(np.sum(w.numpy(), dtype=np.float64) for w in model.weights))))
 
 

@@ -1,4 +1,4 @@
-"""Trains a small model, recorded with samples: FILE [plain|ddp|fsdp|large] [BUG] [REPLAY]."""
+"""Trains a small model, recorded with samples: FILE [plain|fsdp|large] [BUG] [REPLAY]."""
 
 import os
 import sys
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import record_torch
 
@@ -24,20 +23,19 @@ def main(path, kind="plain", bug="", replay=None):
     if number > 1:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
     if kind == "fsdp":
         fully_shard(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(5)
     x, y = torch.randint(0, 40, (64, 4), generator=generator), torch.arange(64) % 5
     given = {"sample": None if kind == "large" else 16, "start": bug == "start", "replay": replay}
-    with record_torch.record(path, wrapped, optimizer, **given):
+    with record_torch.record(path, model, optimizer, **given):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(wrapped(x.chunk(number)[rank]), y.chunk(number)[rank])
+        loss = nn.functional.cross_entropy(model(x.chunk(number)[rank]), y.chunk(number)[rank])
         loss.backward()
         if bug == "row":
             row_of(embedding.weight.grad, LATER).mul_(1.01)
-        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         if bug == "row_later":
             with torch.no_grad():

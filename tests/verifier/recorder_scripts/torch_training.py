@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep import record_torch
-from recording import Trace, node_of  # noqa: F401 (of the cases)
+from recording import Trace
 
 torch.set_num_threads(1)
 
@@ -85,17 +85,6 @@ def recorded(name, model=None, optimizer=adamw, steps_of=clipped, num_steps=4, *
     model = network() if model is None else model
     train(model, optimizer(model), f"{name}.npz", steps_of, num_steps, **options)
     return Trace(name)
-
-
-def of_sum(name, model, inputs, num_steps=1, optimizer=momentum, **options):
-    """Records a training whose loss is the sum of the outputs."""
-
-    def steps_of(model, optimizer, step):
-        optimizer.zero_grad()
-        model(inputs).sum().backward()
-        optimizer.step()
-
-    return recorded(name, model, optimizer, steps_of, num_steps, steps=num_steps, **options)
 
 
 def own_shard():
