@@ -178,6 +178,10 @@ def test_what_cannot_be_recorded_is_told_in_a_line(one, tmp_path):
     replay = {"path": x, "replay": one[0], "steps": 1}
     for model, options, told in (
         (dense, {"path": x}, r"is not compiled; call model\.compile first"),
+        (None, {"path": x}, r"^model: must be a keras\.Model, or a list of several, and is None$"),
+        ({}, {"path": x}, r"^model: must be a keras\.Model, .* type dict$"),
+        (linear(), {"path": 5}, r"^path: must be that of an \.npz file, .* type int$"),
+        (linear(), {"path": x, "names": 5}, r"^names: must be a mapping of names, .* type int$"),
         (linear(jit_compile=True), {"path": x}, "jit_compile=False"),
         (linear(), {"path": x, "optimizer": [0, 1]}, "optimizer: 0 is no optimizer of Keras"),
         (linear(), {"path": tmp_path / "none" / "x.npz"}, r"\.npz file in a folder that exists"),

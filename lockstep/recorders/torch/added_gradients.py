@@ -51,7 +51,9 @@ class AddedGradients:
     def _hook(self, name: str, weight: Tensor) -> None:
         handle: Any = None
 
-        def hook(gradient: Tensor) -> None:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None:  # DDP passes an output on that no loss uses.
+                return
             # Alone, autograd makes it the weight's gradient, which is copied as `raw`.
             is_alone = weight.grad is None and not has_other_hooks(handle)
             self._see(name, gradient.detach(), is_alone and self.calls[-1:] == [True])
