@@ -109,7 +109,7 @@ def verify_strategies(
 def _compared(
     recorded: Recorded, paths: Mapping[str, pathlib.Path], earlier: Mapping[str, Training]
 ) -> Training:
-    """Returns the result of a strategy: that of its twin, whose recording has the same bits."""
+    """Returns the result of a strategy: that of its twin, a recording equal bit for bit."""
     if recorded.twin:
         verdict, diverged_step, _ = earlier[recorded.twin]
         verdict = dataclasses.replace(verdict, training=recorded.name)
@@ -238,7 +238,7 @@ def _repeat(channel: Channel, run: "TrainingRun", path: pathlib.Path) -> None:
 
 
 def _are_twins(*paths: pathlib.Path) -> bool:
-    """Returns whether two recordings describe the same training, and have the same bits."""
+    """Returns whether two recordings describe the same training and are equal bit for bit."""
     first, second = map(trace_file.load, paths)
     return first.about == second.about and _have_same_arrays(first, second)
 
@@ -324,7 +324,7 @@ def _compare_pair(
 
 
 def _have_same_arrays(first: Trace, second: Trace) -> bool:
-    """Returns whether two recordings have the same bits; of the copies, if shards differ."""
+    """Returns whether two recordings are equal bit for bit; their copies, if shards differ."""
     kinds = (*_OF_SHARDS, *OF_COPIES) if len(first.shards) == len(second.shards) else OF_COPIES
     positions = range(len(first.steps))
     return all(_have_same_bits(first, second, p, kind) for p in positions for kind in kinds)
