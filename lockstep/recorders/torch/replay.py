@@ -149,7 +149,7 @@ class Replay:
             elif self.states.framework == "torch":
                 self.not_loaded[name] = None
         if self.states.framework == "torch":
-            groups = self.trace.about.settings[self.states.position(step)]
+            groups = [*self.trace.about.settings[self.states.position(step) :], ()][0]
             classes = {x: str(group.get("optimizer")) for group in groups for x in group["weights"]}
             for name, p in self.recording.weights.items():
                 self._load_state(name, p, before, classes)
@@ -170,7 +170,12 @@ class Replay:
         slots = {v.slot: array for v, array in variables if source and v.of == source}
         owners = self.recording.variables.owners_of(name)
         same = [x for x in owners if type(x).__name__ == classes.get(source)]
-        optimizer = next(iter(same or owners), None)
+        # Of several that update it, the one that keeps such state.
+        optimizer = max(
+            same or owners,
+            key=lambda x: len(slots.keys() & x.state.get(p, {}).keys()),
+            default=None,
+        )
         if optimizer is None:
             return
         old = optimizer.state.get(p, {})
