@@ -39,7 +39,7 @@ MODULES = {
 }  # fmt: skip
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable parameters.
 NUM_WARMUP_STEPS = 3
-MakeStep = Callable[[np.ndarray], None]
+StepFunction = Callable[[np.ndarray], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Job:
             for where in slices:
                 yield order[where]
 
-    def train(self, batches: Iterator[np.ndarray], num_steps: int, make_step: MakeStep) -> int:
+    def train(self, batches: Iterator[np.ndarray], num_steps: int, make_step: StepFunction) -> int:
         """Makes a step on each of some batches of indices; returns the number of images."""
         num_images = 0
         for rows in itertools.islice(batches, num_steps):

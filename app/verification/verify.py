@@ -73,7 +73,9 @@ class Training(NamedTuple):
 def verify_strategies(
     config: Config, folder: pathlib.Path
 ) -> tuple[dict[str, Training], list[dict[str, Any]]]:
-    """Records and compares each strategy; one is compared while the next is recorded.
+    """Records and compares each strategy, one while the next is recorded.
+
+    One that is equal bit for bit to an earlier one has its result.
 
     Args:
         config: options of the command.

@@ -165,7 +165,7 @@ def test_a_pair_that_differs_in_an_early_step_alone_is_not_bit_identical(monkeyp
 
 @pytest.mark.slow
 def test_workers_and_processes_are_verified(tmp_path, small_program):
-    """Each strategy in a process of its own, and two workers."""
+    """A strategy, and two workers."""
     words = ["verify", "--device=cpu", *SMALL[2:], "--strategies=manual,multi_worker", "--steps=3"]
     result = run_main(*words, f"--out={tmp_path}/run", program=small_program)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -14,6 +14,7 @@ from lockstep.recorders.keras.values import is_seed
 
 # Also read from layers that cannot be saved, which have no configuration.
 _SETTINGS = ("epsilon", "momentum", "strides", "padding", "dilation_rate", "rate", "synchronized")
+_MOST_NUMBERS, _MOST_LETTERS = 8, 200  # Of a setting.
 
 
 class Models(keras.Model):
@@ -48,8 +49,11 @@ def _settings_of(layer: keras.Layer) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    is_list = isinstance(value, tuple | list)
-    return all(map(_is_plain, value)) if is_list else isinstance(value, bool | int | float | str)
+    """Returns whether a setting is a number, a word or some numbers: no vocabulary."""
+    if isinstance(value, tuple | list):
+        return len(value) <= _MOST_NUMBERS and all(isinstance(x, bool | int | float) for x in value)
+    is_word = isinstance(value, str) and value.isprintable() and len(value) <= _MOST_LETTERS
+    return is_word or isinstance(value, bool | int | float)
 
 
 def described_layers(model: keras.Model) -> list[dict[str, Any]]:

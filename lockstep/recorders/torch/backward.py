@@ -242,11 +242,17 @@ class GradientObserver:
         if not own.step.num_forward:  # The whole model is in evaluation mode.
             own.note_modes()
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
+        saved = {*names}
+        if not own.is_updated:  # Also of weights that only other ranks' optimizers have.
+            others = [x for x in own.variables.optimizers if x is not optimizer]
+            saved |= own.weights.keys() - own.step.updated
+            saved -= {name for other in others for name in own.variables.names_of(other)} - {*names}
         for index, arrays in (own.step.unclipped or {}).items():
-            if [*own.weights][index] in names:
+            if [*own.weights][index] in saved:
                 own.put("unclipped", index, arrays)
         own.save_set({*names} - own.step.updated)
         own.save_gradients("clipped", names, scale)
+        own.save_gradients("clipped", saved - {*names})  # A scaler leaves these scaled.
         self.settings[id(optimizer)] = own.variables.groups_of(optimizer)
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
@@ -262,6 +268,7 @@ class GradientObserver:
         own.variables.note_step(optimizer)
         own.step.settings += settings
         own.is_updated, own.step.was_called_again = True, False
+        own.called_others.clear()
         own.step.updated.update(names)
         if own.is_on:
             self._save_after({*names})

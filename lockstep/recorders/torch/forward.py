@@ -37,7 +37,7 @@ class ForwardObserver:
         self.inverse: Tensor | None = None
         self.of_last_layer: list[Tensor] = []
         self.num_rows = 0
-        self.is_reduced = False  # Whether DDP reduces the gradients of this forward pass.
+        self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
         self.outer: nn.Module | None = None  # The model whose forward pass is recorded now.
 
     def install_always(self, hooks: Hooks) -> None:
@@ -46,6 +46,15 @@ class ForwardObserver:
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
         for model in own.called:
             hooks.callback(model.register_forward_pre_hook(Hook(self._before), **options).remove)
+        for name, other in own.variables.others.items():
+            if isinstance(other, nn.Module):
+                note = Hook(functools.partial(self._note_other, name))
+                hooks.callback(other.register_forward_pre_hook(note).remove)
+
+    def _note_other(self, name: str, *_: Any) -> None:
+        """Notes that a further module has been called with gradients."""
+        if torch.is_grad_enabled():
+            self.recording.called_others.add(name)
 
     def install(self) -> None:
         """Installs the hooks of steps that are recorded."""
@@ -57,10 +66,11 @@ class ForwardObserver:
             add(layer.register_forward_hook(Hook(self._note_dtype)))
         for ddp in own.ddps:
             add(ddp.register_forward_pre_hook(Hook(self.before_ddp)))
+            add(ddp.register_forward_hook(Hook(lambda *_: setattr(self, "is_in_ddp", False))))
 
     def before_ddp(self, ddp: Any, *_: Any) -> None:
         """Notes whether DDP reduces the gradients of the forward pass that begins."""
-        self.is_reduced = ddp.require_backward_grad_sync
+        self.is_in_ddp, self.is_reduced = True, ddp.require_backward_grad_sync
 
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         own = self.recording
@@ -109,7 +119,7 @@ class ForwardObserver:
             if own.is_updated:
                 step.calls.append(f"update {len(step.settings)}")
             step.calls.append("forward")
-            step.passes.append("ddp" if self.is_reduced else "")
+            step.passes.append("ddp" if self.is_in_ddp and self.is_reduced else "")
         return args, options
 
     def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:

@@ -122,6 +122,7 @@ class Recording:
         # Optimizers that each update once in a step; none if each update is a step.
         found = self.variables.given or (self.variables.optimizers if len(called) > 1 else [])
         self.together = [*found] if len(found) > 1 else []
+        self.called_others = set[str]()  # Further modules that were called since the last update.
         self.dropped = set[int]()  # Numbers of steps that cannot be recorded.
         self.num_skipped = 0  # Updates that were skipped, as gradients overflow.
         self.hooks, self.has_hooks = Hooks(), False  # Those of steps that are recorded.

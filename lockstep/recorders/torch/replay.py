@@ -142,6 +142,9 @@ class Replay:
         known = {*self.not_loaded}
         for variable, value in self._own():
             name = variable["name"]
+            if any(name.startswith(f"{key}.") for key in self.recording.called_others):
+                self.not_loaded[name] = None  # The graph of this step has its values.
+                continue
             source = self.sources.get(name)
             array = source.of(before) if source else None
             if array is not None:
@@ -149,7 +152,9 @@ class Replay:
             elif self.states.framework == "torch":
                 self.not_loaded[name] = None
         if self.states.framework == "torch":
-            groups = [*self.trace.about.settings[self.states.position(step) :], ()][0]
+            # Optimizers by turns update other weights in other steps; that of this one comes last.
+            settings, position = self.trace.about.settings, self.states.position(step)
+            groups = itertools.chain(*settings, *settings[position : position + 1])
             classes = {x: str(group.get("optimizer")) for group in groups for x in group["weights"]}
             for name, p in self.recording.weights.items():
                 self._load_state(name, p, before, classes)

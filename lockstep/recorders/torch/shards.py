@@ -118,7 +118,8 @@ class ShardRunner:
         training = [module for module in own.module.modules() if module.training]
         own.is_on = False
         try:
-            own.module.eval()
+            for module in training:  # `eval` of a layer of its own may change its weights.
+                module.training = False
             joined, whole = _joined([*map(call, places)], places), call(torch.cat(places).sort()[0])
         finally:
             own.is_on = True
