@@ -97,11 +97,15 @@ def other_layers(pair: Pair) -> dict[str, str]:
         if dtype != reference.trace.about.computed_in:
             found["dtype"] = f"layers compute in {dtype or 'float32'}"
     first, second = ([*step.trace.about.layers] for step in (reference, training))
+    is_port = reference.trace.about.framework != training.trace.about.framework
     if [x.get("class") for x in first] == [x.get("class") for x in second]:
         for a, b in zip(first, second, strict=True):
-            for key in a.keys() & b.keys() - {"name", "weights"}:
-                if a[key] != b[key]:
-                    found["settings"] = f"{key} of {b.get('name')}: {a[key]} and {b[key]}"
+            # Layers of two frameworks have other settings.
+            keys = a.keys() & b.keys() if is_port else a.keys() | b.keys()
+            for key in keys - {"name", "weights"}:
+                if a.get(key) != b.get(key):
+                    values = f"{a.get(key, 'none')} and {b.get(key, 'none')}"
+                    found["settings"] = f"{key} of {b.get('name')}: {values}"
     return found
 
 
