@@ -108,7 +108,10 @@ def _recorder_of(model: Any) -> str:
 def require_optimizer(optimizer: Any) -> None:
     """Raises ValueError unless an argument is an optimizer of PyTorch, or several."""
     several = optimizer if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
-    if wrong := [each for each in several if not callable(getattr(each, "step", None))]:
+    if wrong := [
+        each for each in several
+        if isinstance(each, type) or not callable(getattr(each, "step", None))
+    ]:  # fmt: skip
         raise ValueError(
             f"optimizer: {described(wrong[0])} is no optimizer; pass the one whose method step()"
             " ends each step: lockstep.record(model, optimizer)"

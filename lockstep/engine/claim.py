@@ -7,7 +7,9 @@ or whose parts agree when they are joined, is *owned* by a rank.
 Beside it: where a training starts, and what changes between two steps.
 """
 
+import collections
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +48,9 @@ from lockstep.oracles.rules import IN_GRADIENT, SLOTS_OF_RULES, RuleOracle
 NEAR_START = 1e-4
 # Before the first step, moments are 0 or of one earlier step: below 1 % of the largest they drift.
 OTHER_STATE = 0.01
+# In steps that are not recorded, rounding moves elements whose gradients are rounding alone; other
+# initial values of a distribution are 1.4 times their norm apart.
+DRIFTED = 0.1
 # Standard deviations that two draws of one distribution are never apart.
 BY_CHANCE = 6
 # Repetitions of an update with other rounding show its error; the largest of three times this.
@@ -566,6 +571,22 @@ def other_starts(pair: Pair, bound: Tolerance) -> Iterator[Moved]:
             continue  # Each rank has its own, as the residuals of a compressed reduction.
         sizes = [norm(array) for array in _starts(variable, starts, right)]
         yield Moved(variable, tuple(wrong), is_own, not any(sizes[copy] for copy in wrong))
+
+
+def has_drifted(pair: Pair) -> bool:
+    """Returns whether steps before the first recorded one may have led to its other start.
+
+    All weights together are near the reference's on each copy, and so is all state of a slot.
+    """
+    first, groups = pair.reference.named("before")[0], collections.defaultdict(list)
+    for variable in pair.variables:
+        if variable.kind != STATISTIC and variable.first in first:
+            right = wide(first[variable.first])
+            for copy, own in enumerate(_starts(variable, pair.training.own_starts, right)):
+                far = distance(own, right) if own.shape == right.shape else math.inf
+                groups[copy, variable.kind, variable.slot].append((far, norm(right)))
+    sizes = ([math.hypot(*column) for column in zip(*own, strict=True)] for own in groups.values())
+    return pair.number > 0 and all(far <= DRIFTED * size for far, size in sizes)
 
 
 def _starts(variable: Variable, starts: Sequence[Named], right: np.ndarray) -> Iterator[np.ndarray]:

@@ -13,7 +13,14 @@ from lockstep.data.trace import SEED, STATISTIC, WEIGHT, Trace
 from lockstep.engine import modules, nodes, resume, settings
 from lockstep.engine.averages import Averages
 from lockstep.engine.bounds import bound_of
-from lockstep.engine.claim import Claim, Moved, changed_between, drawn_otherwise, other_starts
+from lockstep.engine.claim import (
+    Claim,
+    Moved,
+    changed_between,
+    drawn_otherwise,
+    has_drifted,
+    other_starts,
+)
 from lockstep.engine.examples import Batches
 from lockstep.engine.look import Finding, Look
 from lockstep.engine.measured import Table
@@ -304,7 +311,7 @@ class _Training:
         if self.is_resumed:
             if finding := resume.lost(pair):
                 return finding
-        elif not self._has_drifted(pair) and (moved := [*other_starts(pair, self.bound)]):
+        elif (moved := [*other_starts(pair, self.bound)]) and not self._has_drifted(pair):
             return _of_moved(START, moved)
         is_own = pair.is_port and pair.has("before") and not self.training.about.replayed
         if is_own and pair.number == 0 and (drawn := drawn_otherwise(pair)):
@@ -319,7 +326,7 @@ class _Training:
 
     def _has_drifted(self, pair: Pair) -> bool:
         """Returns whether steps that were not recorded have trained other weights, as they may."""
-        return pair.number > 0 and any(_mixes_or_draws(pair.training))
+        return pair.number > 0 and (any(_mixes_or_draws(pair.training)) or has_drifted(pair))
 
     def _replaced_by_tying(self, finding: Finding, look: Look) -> Finding:
         """Returns where the training starts, if a fault comes with weights that are tied or not."""
@@ -441,10 +448,11 @@ class _Training:
             names = ", ".join(self.training.name_of("after", copy) for copy in ended)
             yield f"{names} ended before the first recorded step: the others are compared"
         first = self.pairs[0] if self.pairs else None
-        if first and not self.is_resumed and self._has_drifted(first):
+        is_other = first and not self.is_resumed and any(other_starts(first, self.bound))
+        if first and is_other and self._has_drifted(first):
             yield (
-                f"the start of step {first.number}: layers that mix or draw for each rank have"
-                " trained other weights in the steps before it"
+                f"the start of step {first.number}: rounding, and layers that mix or draw for each"
+                " rank, may have trained other weights in the steps before it"
             )
 
 

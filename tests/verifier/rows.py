@@ -134,6 +134,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "weights": ({}, {**OWN, "seed": 1}),
         "zeroed state": ({}, {**OWN, **edit(lambda a: a + np.float32(0.1), "before", None, 4, 1)}),
         "other weights before replay": ({}, replaced(lambda a: a + 1, 0, 1)),
+        "other weights in later steps": ({"steps": (1, 2)}, replaced(lambda a: a + 1, 0, 1), 1),
         "no state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a * 0, 4, 5) | REPLAYED, 1),
     },
     "start: diverged_replicas": {

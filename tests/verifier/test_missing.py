@@ -2,13 +2,22 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from lockstep.data.trace import STATE, Trace, Variable
 from lockstep.engine import verify
 from lockstep.engine.verdict import CLEAN, FAULT
 
-from .changes import WITHOUT_GRADIENTS, not_loaded, pair, with_variable, without_bias, zero_in
+from .changes import (
+    WITHOUT_GRADIENTS,
+    not_loaded,
+    pair,
+    replaced,
+    with_variable,
+    without_bias,
+    zero_in,
+)
 from .rows import SKIPPED
 
 SQUARE = Variable("dense/bias/square", STATE, of="dense/bias", slot="square")
@@ -25,6 +34,8 @@ NOTES = {  # Name → both trainings, and what is noted.
         "not loaded by replay=: norm/moving_mean"),
     "state that one recording has": ({}, with_variable(SQUARE, lambda *place: sum(place)),
         "state of optimizers that only one recording has: square"),
+    "weights that drift in steps before": ({"steps": (1, 2)},
+        replaced(lambda a: a + np.float32(1e-3), 1), "the start of step 1: rounding"),
     "left out": ({}, {"about": {"left_out": ("a queue",)}}, "not compared: a queue"),
 }  # fmt: skip
 

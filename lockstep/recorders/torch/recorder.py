@@ -293,6 +293,8 @@ def record(
     require(is_mesh, f"mesh: must be a DeviceMesh, and is {described(mesh)}")
     require_type("dims", dims, str | Mapping, "a text, or texts by names")
     require_type("others", others, Mapping | None, "modules by names")
+    for each in (others or {}).values():
+        require_type("others", each, nn.Module | Mapping, "modules by names")
     request = request_of(
         path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
         shards=shards, sample=sample, start=start, first_step=first_step,
