@@ -311,7 +311,7 @@ class _Training:
         if self.is_resumed:
             if finding := resume.lost(pair):
                 return finding
-        elif (moved := [*other_starts(pair, self.bound)]) and not self._has_drifted(pair):
+        elif (moved := [*other_starts(pair, self.bound)]) and not self._has_drifted(pair, moved):
             return _of_moved(START, moved)
         is_own = pair.is_port and pair.has("before") and not self.training.about.replayed
         if is_own and pair.number == 0 and (drawn := drawn_otherwise(pair)):
@@ -324,9 +324,14 @@ class _Training:
             return Finding(START, names, seen={whose: True})
         return None
 
-    def _has_drifted(self, pair: Pair) -> bool:
-        """Returns whether steps that were not recorded have trained other weights, as they may."""
-        return pair.number > 0 and (any(_mixes_or_draws(pair.training)) or has_drifted(pair))
+    def _has_drifted(self, pair: Pair, moved: Sequence[Moved]) -> bool:
+        """Returns whether steps that were not recorded have trained other weights, as they may.
+
+        Rounding is that of all copies: copies unlike each other have not drifted by it.
+        """
+        is_equal = not any(each.is_own for each in moved)
+        may_drift = any(_mixes_or_draws(pair.training)) or (is_equal and has_drifted(pair))
+        return pair.number > 0 and may_drift
 
     def _replaced_by_tying(self, finding: Finding, look: Look) -> Finding:
         """Returns where the training starts, if a fault comes with weights that are tied or not."""
@@ -448,8 +453,8 @@ class _Training:
             names = ", ".join(self.training.name_of("after", copy) for copy in ended)
             yield f"{names} ended before the first recorded step: the others are compared"
         first = self.pairs[0] if self.pairs else None
-        is_other = first and not self.is_resumed and any(other_starts(first, self.bound))
-        if first and is_other and self._has_drifted(first):
+        moved = [*other_starts(first, self.bound)] if first and not self.is_resumed else []
+        if first and moved and self._has_drifted(first, moved):
             yield (
                 f"the start of step {first.number}: rounding, and layers that mix or draw for each"
                 " rank, may have trained other weights in the steps before it"

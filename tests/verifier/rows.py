@@ -139,6 +139,8 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
     },
     "start: diverged_replicas": {
         "broadcast": ({}, edit(lambda a: a + np.float32(1e-3), "before", 1, 0, 1)),
+        "copies apart in later steps": ({"steps": (1, 2)},
+            own_states(lambda a, at, r, index: a + np.float32(1e-3 * (r and index == 1)), (1,)), 1),
     },
     "start: not_updated": {
         "a weight that the optimizer does not have": ({},
