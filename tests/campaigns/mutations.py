@@ -1,16 +1,15 @@
 """Breaks one place of the program at a time and counts how many of these bugs the tests detect.
 
 Tried are the bugs of `mutations.toml`, or with `--cycles` as many drawn at random, half of them in
-`lockstep`: a statement that is deleted, a condition that is negated, a bound that is moved, a
-number that is one more. Each is made in a copy of the repository. The test files that are most
-likely to detect it run first, then the rest of `make test`, or with `--all` of `make test-all`;
-both stop at the first failure. A test that also fails in the unchanged copy does not count. Fails
-if fewer than 95 % are detected. Imports nothing of the program.
+`lockstep/engine` and `lockstep/data`: a statement that is deleted, a condition that is negated, a
+bound that is moved, a number that is one more. Each is made in a copy of the repository, where the
+files of tests that run its lines are run, the quickest first, until a test fails; coverage finds
+them beforehand, in a quarter of an hour. A test that also fails in the unchanged copy does not
+count. Fails if fewer than 85 % are detected. Imports nothing of the program.
 """
 
 import ast
 import contextlib
-import fnmatch
 import itertools
 import os
 import pathlib
@@ -20,15 +19,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import coverage
 
 from . import check
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIST = pathlib.Path(__file__).with_name("mutations.toml")
-TIMEOUT_SEC = 3600
+PROGRAM = ("app", "lockstep", "models", "strategies")
+JUDGE = ("lockstep/engine/", "lockstep/data/")
+TIMEOUT_SEC, QUICK_SEC = 3600, 20
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-n0")
 NOT_COPIED = (".git", ".venv*", "runs", "__pycache__", ".*_cache")
 MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 # It would find each bug, since `old` is not in its file any more.
@@ -58,12 +63,14 @@ def listed() -> list[Mutation]:
 def drawn(count: int, seed: int) -> list[Mutation]:
     """Draws bugs, independent of the tests: the same ones from the same files and seed."""
     choose, mutations = random.Random(seed), list[Mutation]()
-    for packages, number in (
-        (["lockstep"], count - count // 2),
-        (["app", "models", "strategies"], count // 2),
-    ):
-        paths = sorted(path for name in packages for path in (ROOT / name).rglob("*.py"))
-        places = [(path, change) for path in paths for change in changes(path.read_text("utf-8"))]
+    paths = sorted(path for name in PROGRAM for path in (ROOT / name).rglob("*.py"))
+    for is_judge, number in ((True, count - count // 2), (False, count // 2)):
+        places = [
+            (path, change)
+            for path in paths
+            if str(path.relative_to(ROOT)).startswith(JUDGE) == is_judge
+            for change in changes(path.read_text("utf-8"))
+        ]
         for path, (start, end, new) in choose.sample(places, number):
             text = path.read_text("utf-8")
             first, last = text.rfind("\n", 0, start) + 1, text.find("\n", end)
@@ -141,47 +148,87 @@ def copy_with(folder: pathlib.Path, *mutations: Mutation) -> pathlib.Path:
     return copy
 
 
-def _run_tests(copy: pathlib.Path, *arguments: str) -> list[str]:
-    """Returns the tests that fail in a copy. A run without an end counts as one."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-rfE", "-x"]
+def _python(copy: pathlib.Path, *words: str) -> tuple[int | None, str]:
+    """Runs Python in a copy; returns its exit code, or None if it did not end, and its output."""
     process = subprocess.Popen(
-        [*command, f"--deselect={OF_THE_LIST}", *arguments],
-        cwd=copy, start_new_session=True, text=True,
+        [sys.executable, *words], cwd=copy, start_new_session=True, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         printed, _ = process.communicate(timeout=TIMEOUT_SEC)
+        return process.returncode, printed
     except subprocess.TimeoutExpired:
-        return [f"no end within {TIMEOUT_SEC // 60} minutes"]
+        return None, ""
     finally:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)  # Its child processes end, too.
+
+
+def _failed(copy: pathlib.Path, *words: str) -> list[str]:
+    """Returns the tests that fail in a copy. A run without an end counts as one."""
+    code, printed = _python(copy, *PYTEST, "--tb=no", "-rfE", f"--deselect={OF_THE_LIST}", *words)
     failed = re.findall("^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
-    if not failed and process.returncode not in (0, 5):  # 5: all tests were deselected.
-        return [f"the tests ended with exit code {process.returncode}"]
+    if not failed and code not in (0, 5):  # 5: all tests were deselected.
+        return [f"no end within {TIMEOUT_SEC // 60} minutes" if code is None else f"code {code}"]
     return failed
+
+
+class Covered(NamedTuple):
+    """The seconds that each file of tests takes, and those that run a line of the program."""
+
+    seconds: dict[str, float]
+    lines: dict[str, dict[int, list[str]]]
+
+    def tests_of(self, mutation: Mutation) -> list[str]:
+        """Returns the files of tests that run what a bug changes, the quickest first."""
+        text, new = (ROOT / mutation.file).read_text("utf-8"), mutation.new.splitlines()
+        above, runs = (
+            text.count("\n", 0, text.index(mutation.old)),
+            self.lines.get(mutation.file, {}),
+        )
+        changed = [n for n, line in enumerate(mutation.old.splitlines(), 1) if line not in new]
+        first, last = above + (changed or [1])[0], above + (changed or [1])[-1]
+        while first > 1 and not any(runs.get(line) for line in range(first, last + 1)):
+            first -= 1  # A line in the midst of a statement: its first one counts.
+        found = {name for line in range(first, last + 1) for name in runs.get(line, ())}
+        return sorted(found, key=self.seconds.__getitem__)
+
+
+def covered(folder: pathlib.Path, marked: list[str]) -> Covered:
+    """Runs each file of tests on its own, and returns which lines it runs."""
+    copy, seconds = copy_with(folder), dict[str, float]()
+    for path in sorted((copy / "tests").rglob("test_*.py")):
+        name, start = str(path.relative_to(copy)), time.monotonic()
+        words = [f"--source={','.join(PROGRAM)}", f"--context={name}", *PYTEST, *marked, name]
+        _python(copy, "-m", "coverage", "run", *words)
+        seconds[name] = time.monotonic() - start
+    _python(copy, "-m", "coverage", "combine", "--quiet")
+    data = coverage.CoverageData(copy / ".coverage")
+    data.read()
+    lines = {
+        str(pathlib.Path(path).relative_to(copy)): data.contexts_by_lineno(path)
+        for path in data.measured_files()
+    }
+    return Covered(seconds, lines)
 
 
 def run(folder, options, counts):
     """Tries the bugs; yields what each one changes, and the test that notices it."""
-    first = tomllib.loads(LIST.read_text("utf-8"))["first"]
     mutations = drawn(options.cycles, options.seed) if options.cycles else listed()
     marked = [] if options.all else ["-m", "not slow"]
-    noticed = []
+    runs, noticed = covered(folder, marked), []
     for mutation in [each for each in mutations if each.name in (options.only or each.name)]:
-        copy = copy_with(folder, mutation)
-        names = next((n for p, n in first.items() if fnmatch.fnmatch(mutation.file, p)), [])
-        found = (path for name in names for path in (copy / "tests").rglob(f"test_{name}.py"))
-        tests = [str(path.relative_to(copy)) for path in found]
-        failed = _run_tests(copy, *marked, "-n0", *tests) if tests else []
-        failed = failed or _run_tests(copy, *marked, *(f"--ignore={name}" for name in tests))
+        copy, tests = copy_with(folder, mutation), runs.tests_of(mutation)
+        quick = [name for name in tests if runs.seconds[name] < QUICK_SEC]
+        parts = [part for part in (quick, [n for n in tests if n not in quick]) if part]
+        failed = next(filter(None, (_failed(copy, "-x", *marked, *part) for part in parts)), [])
         noticed.append(failed[0] if failed else "")
-        for place in ["", " in lockstep"] if mutation.file.startswith("lockstep/") else [""]:
+        for place in ["", " in the judge"] if mutation.file.startswith(JUDGE) else [""]:
             counts[f"bugs{place}"] += 1
             counts[f"noticed{place}"] += bool(failed)
         old, new = (" ".join(each.split()) for each in (mutation.old, mutation.new))
         yield f"{mutation.name}: {mutation.file}: `{old}` → `{new}`: {noticed[-1] or 'NO TEST'}"
     tests = sorted({name for name in noticed if ".py" in name})
-    broken = _run_tests(copy_with(folder), "--maxfail=1000", *tests) if tests else []
+    broken = _failed(copy_with(folder), "--maxfail=1000", *tests) if tests else []
     check(not broken, f"{broken} fail without a mutation, too")
-    check(counts["noticed"] >= 0.95 * counts["bugs"], "too few bugs are noticed")
+    check(counts["noticed"] >= 0.85 * counts["bugs"], "too few bugs are noticed")
