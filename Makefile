@@ -7,9 +7,7 @@
 # make lint            checks style, format, types, the layers of imports, state of modules, and words
 # make docs            writes docs/options.md and the names in docs/verdict.md from their tables
 # make site            writes the documents as a site into site/, and checks its links
-# make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
-#                      fuzz, bounds; optimizers: right models with every optimizer of Keras, of which
-#                      a finding is a false alarm
+# make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1", or fuzz
 # make cases           verifies the programs of the data set of silent bugs, right and wrong ones, and
 #                      compares verdicts with those expected; ARGS="losses --tool=plain"; ARGS=--help
 # make recordings      records those programs of which `make test` judges the recordings

@@ -3,6 +3,7 @@
 The process that distributes the tests to the workers of pytest-xdist imports no TensorFlow.
 """
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -173,6 +175,24 @@ def program_environment(**changes) -> dict[str, str]:
     """Returns a user's environment, without the variables that silence TensorFlow here."""
     inherited = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
     return {**inherited, **changes}
+
+
+def processes_of(folder) -> dict[int, str]:
+    """Returns the running processes whose TMPDIR is a folder, with their environments."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            environment = path.read_bytes().decode(errors="replace")
+            if f"TMPDIR={folder}" in environment.split("\0"):
+                found[int(path.parent.name)] = environment
+    return found
+
+
+def wait_until(condition, timeout_sec=120):
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def run_python(*words, env=None, timeout=300, cwd=ROOT, **options) -> subprocess.CompletedProcess:

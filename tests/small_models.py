@@ -10,11 +10,14 @@ from models import load_model_builder
 from models.resnet import build_resnet
 from strategies import load_strategy_class
 from tests.conftest import CPUS
+from tests.dense_network import build_conv_norm_network
+
+SHAPES = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
 
 
 def build_network(name):
     """Builds the model of that name for Fashion-MNIST."""
-    return load_model_builder(name)(image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES)
+    return load_model_builder(name)(**SHAPES)
 
 
 def deep_network():
@@ -28,28 +31,21 @@ def deep_network():
     return keras.Model(images, keras.layers.Dense(NUM_CLASSES, name="logits")(x), name="deep")
 
 
+def scaled(network):
+    """Puts a layer before a network that scales bytes."""
+    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
+    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
+
+
 def deep_norm_network():
-    """Builds the same depth with BatchNorm, for tests of the split into shards."""
-    return keras.Sequential(
-        [
-            keras.Input(IMAGE_SHAPE, dtype="uint8"),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Conv2D(5, 5, strides=4, name="conv"),
-            keras.layers.BatchNormalization(name="norm"),
-            keras.layers.ReLU(name="relu"),
-            keras.layers.GlobalAveragePooling2D(name="pool"),
-            keras.layers.Dense(NUM_CLASSES, name="logits"),
-        ],
-        name="deep_norm",
-    )
+    """Builds a network with BatchNorm, for tests of the split into shards."""
+    return scaled(build_conv_norm_network(**SHAPES))
 
 
 def small_resnet():
     """Builds one residual block, for BatchNorm without 18 layers."""
-    shapes = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
-    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **shapes)
-    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
-    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
+    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **SHAPES)
+    return scaled(network)
 
 
 def seeded(build):

@@ -26,8 +26,6 @@ CAMPAIGNS = {
     "kills": (100, "a training that is disturbed by a signal or a failing disk, and resumed"),
     "fuzz": (20, "500 damaged inputs of each kind"),
     "mutations": (0, "a bug of mutations.toml; or so many drawn at random"),
-    "bounds": (2, "a seed of right trainings of five networks, with batches of 16 to 2,048"),
-    "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 
 

@@ -1,87 +1,53 @@
-"""Feeds damaged and crafted input to the readers of the program, at random.
+"""Feeds damaged and crafted files to the readers of the program, at random.
 
 Each target must accept its input as it is, or refuse it with one of the program's errors, in a
-printable line. Everything else is a finding: another exception, more than some seconds, a changed
-file elsewhere, a started process or a pickle.
+line. Everything else is a finding: another exception, or more than some seconds.
 """
 
 import collections
-import contextlib
 import copy
-import gzip
 import hashlib
 import io
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
-import re
 import signal
-import sys
 import tempfile
 import tracemalloc
-import unittest.mock
 import zipfile
 
 import numpy as np
 
-from app.data import fashion_mnist
-from app.errors import CheckpointError, ConfigError, DataError, OutputError
-from app.options import parse_command_line
-from app.options.table import COMMANDS, TABLE
+from app.errors import CheckpointError, OutputError
 from app.records import checkpoint as checkpoints
 from lockstep.data.file import TraceError, load
 from lockstep.numeric.arrays import Rows
-from tests.conftest import idx_files
 from tests.verifier.trace_samples import about, arrays
 
 from . import CampaignError
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
-_CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) ")
-_WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.truncate")
-_NEVER = ("os.system", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "socket.connect")
-_guarded: pathlib.Path | None = None
-
-
-def _audit(event: str, arguments: tuple) -> None:
-    """Receives Python's audit events; within a target, raises an error for forbidden ones."""
-    if _guarded is None:
-        return
-    assert event not in _NEVER, f"{event} {arguments!r:.200}"
-    writes = event in _WRITES or (event == "open" and (arguments[2] or 0) & os.O_ACCMODE)
-    if writes and isinstance(arguments[0], str | bytes | os.PathLike):
-        path = pathlib.Path(os.fsdecode(arguments[0])).resolve()
-        assert path.is_relative_to(_guarded) or str(path) == os.devnull, f"{event} of {path}"
-
-
-sys.addaudithook(_audit)
 
 
 def _hang(*_):
     raise AssertionError(f"took more than {LIMIT_SEC} s")
 
 
-def _outcome(folder, read, *expected) -> str:
+def _outcome(read, *expected) -> str:
     """Reads an input, and checks that it is accepted, or refused with a clear line."""
-    global _guarded
     signal.signal(signal.SIGALRM, _hang)
     signal.alarm(LIMIT_SEC)
-    _guarded = folder.resolve()
     try:
         read()
         return "accepted"
     except expected as error:
         text = str(error)
         assert len(text) < 2000, f"a line of {len(text)} characters"
-        # It names the flag or repeats the wrong word, or says what to do.
-        is_clear = _CLEAR.search(text) if isinstance(error, ConfigError) else "; " in text
-        assert is_clear, f"unclear: {text}"
+        assert "; " in text, f"it does not say what to do: {text}"
         return "refused"
     finally:
-        _guarded = None
         signal.alarm(0)
 
 
@@ -125,30 +91,6 @@ def _nodes_in(parent):
             yield from _nodes_in(parent[key])
 
 
-FILES = idx_files(3, 3)
-
-
-def fuzz_idx(folder, choose):
-    """Files of the dataset, damaged before or after compression, or not compressed."""
-    is_packed, chosen = choose.random() < 0.5, choose.choice(list(FILES))
-    for name, content in FILES.items():
-        if name == chosen:
-            content = damaged(content, choose)
-        if is_packed:
-            content = gzip.compress(content, mtime=0)
-        if name == chosen:
-            content = damaged(content, choose)
-        (folder / f"{name}{'.gz' if is_packed else ''}").write_bytes(content)
-
-    def read():
-        right = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-        with unittest.mock.patch.dict(fashion_mnist.SHA256, right):
-            dataset = fashion_mnist.load_fashion_mnist(str(folder))
-        assert dataset.train_images.shape == (3, 28, 28, 1)
-
-    return read
-
-
 def fuzz_checkpoint(folder, choose):
     """Checkpoints that are damaged, or crafted with a valid hash."""
     from tests.training.test_checkpoint import make
@@ -173,33 +115,6 @@ def fuzz_checkpoint(folder, choose):
     def read():
         loaded = checkpoints.find_newest_checkpoint(folder)
         assert sum(a.nbytes for a in loaded.state.values()) < len(content)
-
-    return read
-
-
-NAMES = sorted({row.name for row in TABLE})
-WORDS = [
-    *("lenet", "resnet18", "manual,mirrored", "1,2", "", "true", "nan", "1e400", "../x", "-1", "7"),
-    *("0.5", "drop_gradient:replica=9", "synthetic", "best", "gpu", "\0", "é"),
-]
-OTHERS = ["--", "-", "---", "--flagfile=/none", "--undefok=x", "-h", "--batch_size=7", *WORDS]
-
-
-def fuzz_flags(folder, choose):
-    """Random command lines."""
-    words = [choose.choice([*COMMANDS, "nonsense", ""])]
-    for _ in range(choose.randrange(6)):
-        name, value = choose.choice(NAMES), choose.choice(WORDS)
-        forms = f"--{name}={value}", f"--{name}", f"--no{name}", choose.choice(OTHERS)
-        words.append(choose.choice(forms))
-
-    def read():
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            try:
-                parse_command_line(["main.py", *filter(None, words[:1]), *words[1:]])
-            except SystemExit as end:
-                assert end.code == 0 and "usage: " in output.getvalue()
 
     return read
 
@@ -246,9 +161,7 @@ def fuzz_trace(folder, choose):
 
 
 TARGETS = {  # Target → function, and its errors.
-    "idx": (fuzz_idx, DataError),
     "checkpoint": (fuzz_checkpoint, CheckpointError, OutputError),
-    "flags": (fuzz_flags, ConfigError),
     "trace": (fuzz_trace, TraceError),
 }
 
@@ -262,7 +175,7 @@ def fuzz(target, *, examples, seed) -> collections.Counter:
             folder = pathlib.Path(name)
             read = function(folder, random.Random(f"{seed} {number}"))
             try:
-                outcomes[_outcome(folder, read, *errors)] += 1
+                outcomes[_outcome(read, *errors)] += 1
             except Exception as error:
                 raise CampaignError(f"{target}, seed {seed}, example {number}") from error
     return outcomes

@@ -6,7 +6,6 @@ time; a finished training has the weights of an undisturbed one.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
@@ -16,9 +15,11 @@ import subprocess
 import sys
 import time
 
+from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
+from tests.conftest import ROOT, processes_of, program_environment
+
 from . import CampaignError, check
 
-ROOT = pathlib.Path(__file__).parents[2]
 MAIN = (sys.executable, str(ROOT / "main.py"))
 FAILING = (sys.executable, str(ROOT / "tests" / "failing_program.py"), str(ROOT))
 TRAIN = (
@@ -34,16 +35,14 @@ SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
 class Program:
-    """A started command, with a variable of its environment that marks all its processes."""
+    """A started command, with a folder for the temporary files of all its processes."""
 
-    def __init__(self, command, output: pathlib.Path, environment):
-        self.output, self._mark = output, f"{os.getpid()}-{time.monotonic_ns()}"
-        marked = {**os.environ, **environment, "LOCKSTEP_CAMPAIGN": self._mark}
-        marked.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    def __init__(self, command, output: pathlib.Path, temporary: pathlib.Path):
+        self.output, self._temporary = output, temporary
         with open(output, "wb") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=marked,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                env=program_environment(TMPDIR=str(temporary)), start_new_session=True,
             )  # fmt: skip
 
     def is_running(self) -> bool:
@@ -63,12 +62,7 @@ class Program:
 
     def processes(self) -> list[int]:
         """Returns the running processes of the command, itself included."""
-        found = []
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"LOCKSTEP_CAMPAIGN={self._mark}".encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
+        return list(processes_of(self._temporary))
 
     def check_no_process_is_left(self) -> None:
         end = time.monotonic() + 15
@@ -78,15 +72,12 @@ class Program:
 
     def check_last_line(self, code: int) -> None:
         """Checks that no traceback was printed, and the last line of an error or interruption."""
-        lines = self.text().strip().splitlines() or [""]
-        errors = [line for line in lines if line.startswith("error: ")]
+        last = self.text().strip().rpartition("\n")[2]
         check("Traceback" not in self.text(), "a traceback")
         if 0 < code < 128 or code in (138, 142):
-            check(errors == lines[-1:] and "; " in lines[-1], "no error with what to do")
-        else:
-            check(not errors, "an error")
+            check(last.startswith("error: ") and "; " in last, "no error with what to do")
         if code in (130, 143):
-            told = lines[-1].startswith(("interrupted", "terminated", "a second"))
+            told = last.startswith(("interrupted", "terminated", "a second"))
             check(told, "the interruption is not the last line")
 
     def kill_all(self) -> None:
@@ -112,13 +103,9 @@ class Site:
     def run_dir(self) -> pathlib.Path:
         return self._folder / f"run {self.laps}"
 
-    def checkpoints(self) -> list[pathlib.Path]:
-        """Returns the published checkpoints, the newest last."""
-        return sorted((self.run_dir / "checkpoints").glob("step-*.safetensors"))
-
     def start(self, *words: str, prefix=MAIN) -> Program:
         command = [*prefix, *self.words, f"--out={self.run_dir}", *words]
-        return Program(command, self._folder / "output.txt", {"TMPDIR": str(self.temporary)})
+        return Program(command, self._folder / "output.txt", self.temporary)
 
     def start_until_some_moment(self) -> Program:
         program = self.start()
@@ -168,7 +155,7 @@ def _failing_disk(site, actions, *expected):
 
 def _damaged(site):
     """Truncates the newest checkpoint, if there is an earlier one."""
-    found, told = site.checkpoints(), "nothing to damage"
+    found, told = checkpoint_paths(site.run_dir), "nothing to damage"
     if len(found) > 1:
         os.truncate(found[-1], found[-1].stat().st_size // 2)
         told = f"damaged {found[-1].name}"
@@ -201,18 +188,9 @@ KINDS = {
 OF_WORKERS = list(KINDS)[:7]
 
 
-def _check_intact(checkpoint: pathlib.Path) -> None:
-    """Checks a checkpoint against the hash in its header."""
-    content = checkpoint.read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    told = header["__metadata__"]["sha256"]
-    sha256 = hashlib.sha256(content.replace(told.encode(), b"0" * 64, 1)).hexdigest()
-    check(sha256 == told, f"{checkpoint} is damaged")
-
-
 def cycle(site: Site, kind: str) -> str:
     """Starts a training, disturbs it, and checks what it leaves; returns what was done."""
-    before = site.checkpoints()
+    before = checkpoint_paths(site.run_dir)
     disturb, *arguments = KINDS[kind]
     program, told, expected = disturb(site, *arguments)
     try:
@@ -222,11 +200,11 @@ def cycle(site: Site, kind: str) -> str:
         if code >= 0 and "worker" not in kind:  # The other worker has a line.
             program.check_last_line(code)
         program.check_no_process_is_left()
-        now = site.checkpoints()
+        now = checkpoint_paths(site.run_dir)
         is_kept = not before or (now and now[-1].name >= before[-1].name)
         check(is_kept or kind == "damaged checkpoint", f"{before[-1:]} is lost")
-        for path in now:
-            _check_intact(path)
+        damaged = now and find_newest_checkpoint(site.run_dir).damaged
+        check(not damaged, f"{damaged} is damaged")
         if code == 0:
             check(site.finished_weights() == site.weights, "other weights")
             site.laps += 1

@@ -15,7 +15,14 @@ from app.data.batches import eval_dataset
 from app.training.checks import check_all_reduce
 from strategies import load_strategy_class
 from tests.conftest import CPUS
-from tests.small_models import build_network, create, deep_norm_network, momentum_sgd, small_resnet
+from tests.small_models import (
+    build_network,
+    create,
+    deep_norm_network,
+    momentum_sgd,
+    scaled,
+    small_resnet,
+)
 from tests.strategies.walks import (
     NUM_STEPS,
     ROUNDING,
@@ -35,11 +42,6 @@ NORM, SYNC = {"network": deep_norm_network}, {"network": deep_norm_network, "bat
 def keras_sgd():
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     return keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=0.01)
-
-
-def scaled(network):
-    images = keras.Input((28, 28, 1), dtype="uint8")
-    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
 
 def lenet():

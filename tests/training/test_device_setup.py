@@ -34,7 +34,6 @@ def done(monkeypatch):
         (4, {"num_gpus": 2}, GPUS),
         (2, {"device": "cpu", "num_devices": 4}, CPUS),
         (0, {"num_gpus": 3}, CPUS[:3]),
-        (0, {"device": "gpu"}, "--device=gpu: TensorFlow sees no GPU"),
         (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
         (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
     ],

@@ -3,11 +3,9 @@
 import contextlib
 import json
 import os
-import pathlib
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ from app.console import shown_python
 from app.records.checkpoint import checkpoint_paths
 from app.records.history import load_history, load_summary
 from app.records.run_directory import open_run_directory
-from tests.conftest import ROOT, make_small, program_environment
+from tests.conftest import ROOT, make_small, processes_of, program_environment, wait_until
 from tests.in_process import run_here, run_here_ok
 
 pytestmark = [
@@ -35,25 +33,23 @@ WORKERS = ["train", *TRAIN, "--strategy=multi_worker", "--num_workers=2"]
 
 
 @contextlib.contextmanager
-def started(program, *arguments, slow_call=0, sec=3600):
-    """Starts the program, one of whose calls takes longer; it is killed in the end."""
+def started(program, folder, *arguments, slow_call=0, sec=3600):
+    """Starts the program, one of whose calls takes longer; it is killed in the end.
+
+    Args:
+        folder: a directory for its temporary files.
+    """
     slow = [ROOT / "tests" / "failing_program.py", program, f"step:{slow_call}:{sec}"]
     with subprocess.Popen(
         [sys.executable, *slow, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=program_environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=program_environment(TMPDIR=str(folder)),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         try:
             yield process
         finally:
             process.kill()
-
-
-def wait_until(condition, timeout_sec=120):
-    deadline = time.monotonic() + timeout_sec
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def wait_for_checkpoint(process, run_dir):
@@ -80,8 +76,9 @@ def expected(tmp_path_factory):
 
 def test_a_signal_saves_and_names_the_command_that_resumes(tmp_path, small_program, expected):
     run_dir = tmp_path / "my run"
+    words = [*MANUAL, f"--out={run_dir}"]
     # The fourth call takes a second: the signal comes in mid-epoch, whatever the machine.
-    with started(small_program, *MANUAL, f"--out={run_dir}", slow_call=4, sec=1) as process:
+    with started(small_program, tmp_path, *words, slow_call=4, sec=1) as process:
         wait_for_checkpoint(process, run_dir)
         process.send_signal(signal.SIGINT)
         last = end(process, 130).splitlines()[-1]
@@ -100,7 +97,7 @@ def test_a_call_that_hangs_is_ended_by_a_second_signal_or_with_its_stacks_in_the
     tmp_path, small_program
 ):
     words = [*MANUAL, f"--out={tmp_path}/run"]
-    with started(small_program, *words, slow_call=3) as process:
+    with started(small_program, tmp_path, *words, slow_call=3) as process:
         wait_for_checkpoint(process, tmp_path / "run")  # After the second call.
         time.sleep(2)
         process.send_signal(signal.SIGTERM)
@@ -108,7 +105,8 @@ def test_a_call_that_hangs_is_ended_by_a_second_signal_or_with_its_stacks_in_the
         process.send_signal(signal.SIGINT)
         told = "a second SIGINT: exiting now; the last checkpoint is kept"
         assert end(process, 130).splitlines()[-1] == told
-    with started(small_program, *words, "--stall_timeout_sec=20", slow_call=3) as process:
+    words.append("--stall_timeout_sec=20")
+    with started(small_program, tmp_path, *words, slow_call=3) as process:
         assert end(process, 142).splitlines()[-1].startswith("error: no progress for 20 s")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "in call" in log and "in _train" in log
@@ -120,7 +118,7 @@ def test_a_comparison_hands_the_signal_on_and_its_training_saves(tmp_path, small
     """After SIGKILL, the training ends with it, and its checkpoint is there."""
     out = tmp_path / "c"
     words = ["compare", "--strategies=manual,mirrored", *MANUAL, "--epochs=5000", f"--out={out}"]
-    with started(small_program, *words) as process:
+    with started(small_program, tmp_path, *words) as process:
         wait_for_checkpoint(process, out / "manual")
         process.send_signal(number)
         if number == signal.SIGTERM:
@@ -158,16 +156,16 @@ def test_a_comparison_does_not_follow_links(tmp_path):
 @pytest.mark.slow
 def test_a_stop_is_passed_on_and_a_killed_worker_costs_a_restart(expected, small_program, tmp_path):
     out = tmp_path / "run"
-    with started(small_program, *WORKERS, f"--out={out}") as process:
+    with started(small_program, tmp_path, *WORKERS, f"--out={out}") as process:
         wait_for_checkpoint(process, out)
         process.send_signal(signal.SIGTERM)
         last = end(process, 143).splitlines()[-1]
     assert (
         f"the state is saved; resume with: {shown_python()}" in last and "--num_workers=2" in last
     )
-    with started(small_program, *WORKERS, f"--out={out}") as process:
-        wait_until(lambda: len(environments(process)) == 2)
-        os.kill(environments(process)[0][0], signal.SIGKILL)
+    with started(small_program, tmp_path, *WORKERS, f"--out={out}") as process:
+        wait_until(lambda: len(workers(tmp_path)) == 2)
+        os.kill(workers(tmp_path)[0], signal.SIGKILL)
         text = end(process, 0)
     assert "worker 0 ended with code 137" in text and "worker 1: training" in text
     assert "restart 1 of 3" in text and "resuming after" in text
@@ -180,42 +178,20 @@ def test_a_stop_is_passed_on_and_a_killed_worker_costs_a_restart(expected, small
 @pytest.mark.slow
 def test_the_death_of_the_starter_leaves_nothing(small_program, tmp_path):
     out = tmp_path / "run"
-    with started(small_program, *WORKERS, f"--out={out}") as process:
+    with started(small_program, tmp_path, *WORKERS, f"--out={out}") as process:
         wait_for_checkpoint(process, out)
-        found = environments(process)
+        found = workers(tmp_path)
         assert set(found) == {0, 1}
-        ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", found[0][1])]
-        assert len(ports) == 2
-        os.kill(found[1][0], signal.SIGSTOP)  # A stopped process ends only by SIGKILL.
+        os.kill(found[1], signal.SIGSTOP)  # A stopped process ends only by SIGKILL.
         process.kill()
         process.wait(60)
-        wait_until(lambda: not any(is_alive(pid) for pid, _ in found.values()))
-        # The last thread of a process closes its ports, a moment after its first thread is gone.
-        wait_until(lambda: all(map(is_free, ports)))
+        wait_until(lambda: not processes_of(tmp_path))
 
 
-def environments(process):
-    """Returns index → process and environment of the workers that are there now."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-    )
+def workers(folder):
+    """Returns index → process of the workers that are there now."""
     found = {}
-    for pid in listed.stdout.split():
-        with contextlib.suppress(OSError):
-            environment = pathlib.Path(f"/proc/{pid}/environ").read_text()
-            if match := re.search(r"TF_CONFIG=([^\0]*)", environment):
-                found[json.loads(match[1])["task"]["index"]] = int(pid), environment
+    for pid, environment in processes_of(folder).items():
+        if config := re.search(r"TF_CONFIG=([^\0]*)", environment):
+            found[json.loads(config[1])["task"]["index"]] = pid
     return found
-
-
-def is_alive(pid):
-    with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def is_free(port):
-    with contextlib.suppress(OSError):
-        socket.create_server(("127.0.0.1", port)).close()
-        return True
-    return False
