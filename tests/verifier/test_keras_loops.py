@@ -201,25 +201,16 @@ def test_what_a_loop_must_do_to_be_recorded_is_told_in_a_line(tmp_path):
 
 
 def test_what_cannot_be_computed_by_parts_is_told_in_a_line(tmp_path):
-    def of(*hidden, number=1):
-        def program():
-            models = [classifier(*hidden) for _ in range(number)]
-
-            def step(x, _, labels):
-                gradients_of(models[0], x, labels)
-
-            return models[0] if number == 1 else models, [momentum_sgd()], step
-
-        return program
-
-    one = str(tmp_path / "one.npz")
+    one, own = str(tmp_path / "one.npz"), str(tmp_path / "own.npz")
     train(several_updates, 1, one, steps=1)
-    for told, program, replay in (
-        ("shards='each': must be 'each', with replay=", of(), None),
-        ("is synchronised", of(layers.BatchNormalization(synchronized=True)), one),
-        ("needs one model, .*; record without shards=", of(number=2), one),
-        (r"^shards='each': layers add losses of [^\n]* shards=$",
-         of(layers.ActivityRegularization(l1=0.01)), one),
-    ):  # fmt: skip
+    for told, layer in (
+        ("is synchronised", layers.BatchNormalization(synchronized=True)),
+        ("^shards='each': layers add losses of ", layers.ActivityRegularization(l1=0.01)),
+    ):
+
+        def program(layer=layer):
+            model = classifier(layer)
+            return model, [momentum_sgd()], lambda x, _, labels: gradients_of(model, x, labels)
+
         with pytest.raises(ValueError, match=told):
-            train(program, 1, str(tmp_path / "x.npz"), steps=1, replay=replay, shards="each")
+            train(program, 1, own, steps=1, replay=one, shards="each")

@@ -22,12 +22,12 @@ WEIGHTS = RANDOM.uniform(0.5, 1.5, 48).astype(np.float32)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def convolution(rate=0.1, dropout=0.2, is_built=False):
+def convolution(dropout=0.2, is_built=False):
     model = keras.Sequential([
-        layers.Conv2D(4, 3, strides=2, padding="same"), layers.BatchNormalization(epsilon=0.01),
+        layers.Conv2D(4, 3, strides=2, padding="same"), layers.BatchNormalization(),
         layers.ReLU(), layers.Flatten(), layers.Dropout(dropout), layers.Dense(3),
     ])  # fmt: skip
-    schedule = optimizers.schedules.ExponentialDecay(rate, 1, 0.5)
+    schedule = optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     optimizer = optimizers.AdamW(schedule, weight_decay=0.01)
     optimizer.exclude_from_weight_decay(var_names=["bias", "beta"])
     model.compile(optimizer, LOSS)
@@ -80,68 +80,24 @@ def bits_of(*owners):
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory):
-    """A recorded training: the path of the recording, and the bits that the training ends in."""
-    path, model = tmp_path_factory.mktemp("traces") / "one.npz", on_replicas()
-    recorded(path, model)
-    return path, bits_of(model, model.optimizer)
-
-
-@pytest.fixture(scope="module")
-def one(training):
+def one(tmp_path_factory):
     """The path of a recording, and what `read` returns for it."""
-    return training[0], *read(training[0])
+    path = tmp_path_factory.mktemp("traces") / "one.npz"
+    return path, *recorded(path, on_replicas())
 
 
-# --- The file ------------------------------------------------------------------------------------
-
-
-def test_what_a_file_says(one):
-    _, about, arrays = one
-    expected = {
-        **{"framework": "keras", "num_replicas": 2, "replicas": [0, 1], "steps": [0, 2, 3]},
-        **{"reduction": "sum", "order": "clip, reduce", "version": 2},
-        **{"permuted": None, "replayed": None},
-    }
-    assert about.items() >= expected.items() and about["versions"]["keras"] == keras.__version__
-    assert {name.split("/")[1] for name in arrays} == {
-        "data", "before", "y_pred", "loss", "objective", "raw", "clipped", "sums", "after"
-    }  # fmt: skip
-    assert np.array_equal(arrays["2/data/1/0"], IMAGES[30:36])
-    assert np.array_equal(arrays["2/data/1/2"], WEIGHTS[30:36])
-    _, conv, norm, *_ = about["layers"]  # After the input layer.
-    assert (conv["class"], conv["padding"], conv["strides"]) == ("Conv2D", "same", [2, 2])
-    assert (norm["epsilon"], norm["momentum"], len(norm["weights"])) == (0.01, 0.99, 4)
-
-
-def test_variables_have_kinds_layouts_and_slots(one):
-    _, about, arrays = one
-    variables = about["variables"]
-    own = {v["name"].rpartition("/")[2]: (v["kind"], v["layout"]) for v in variables}
-    assert own["bias"] == own["gamma"] == ("weight", "")
-    assert own["moving_mean"][0] == "statistic" and own["seed_generator_state"][0] == "seed"
-    assert [v["slot"] for v in variables if v["name"].endswith("/iteration")] == ["iteration"]
-    kernels = [v for v in variables if v["name"].endswith("/kernel")]
-    assert [(v["kind"], v["layout"]) for v in kernels] == [("weight", "HWIO"), ("weight", "IO")]
-    state = [(v["slot"], v["layout"]) for v in variables if v.get("of") == kernels[0]["name"]]
-    assert state == [("momentum", "HWIO"), ("velocity", "HWIO")]
-    assert len([name for name in arrays if name.startswith("1/before/0/")]) == len(variables)
-
-
-def test_settings_are_read_at_each_step(one):
+def test_layouts_slots_and_settings_are_described(one):
+    """Without them, a fault of the update is found, too, and explained less well."""
     _, about, _ = one
-    assert about["optimizer"]["class"] == "AdamW" and about["optimizer"]["beta_2"] == 0.999
+    kernels = [v for v in about["variables"] if v["name"].endswith("/kernel")]
+    state = [v for v in about["variables"] if v.get("of") == kernels[0]["name"]]
+    assert [v["layout"] for v in [*kernels, *state]] == ["HWIO", "IO", "HWIO", "HWIO"]
+    assert [v["slot"] for v in state] == ["momentum", "velocity"]
     rates = [[group["learning_rate"] for group in groups] for groups in about["settings"]]
     assert rates == [pytest.approx([0.1 / 2**step] * 2) for step in (0, 2, 3)]
     groups = {group["weight_decay"]: group["weights"] for group in about["settings"][0]}
     names = {decay: [x.rpartition("/")[2] for x in own] for decay, own in groups.items()}
     assert names == {0.01: ["kernel", "gamma", "kernel"], 0.0: ["bias", "beta", "bias"]}
-
-
-def test_recording_changes_nothing(training):
-    model = on_replicas()
-    model.fit(batches(), verbose=0)
-    assert bits_of(model, model.optimizer) == training[1]
 
 
 def test_an_error_ends_the_recording_and_removes_its_hooks(tmp_path):
@@ -178,10 +134,7 @@ def test_what_cannot_be_recorded_is_told_in_a_line(one, tmp_path):
     replay = {"path": x, "replay": one[0], "steps": 1}
     for model, options, told in (
         (dense, {"path": x}, r"is not compiled; call model\.compile first"),
-        (None, {"path": x}, r"^model: must be a keras\.Model, or a list of several, and is None$"),
         ({}, {"path": x}, r"^model: must be a keras\.Model, .* type dict$"),
-        (linear(), {"path": 5}, r"^path: must be that of an \.npz file, .* type int$"),
-        (linear(), {"path": x, "names": 5}, r"^names: must be a mapping of names, .* type int$"),
         (linear(jit_compile=True), {"path": x}, "jit_compile=False"),
         (linear(), {"path": x, "optimizer": [0, 1]}, "optimizer: 0 is no optimizer of Keras"),
         (linear(), {"path": tmp_path / "none" / "x.npz"}, r"\.npz file in a folder that exists"),
@@ -216,24 +169,6 @@ def test_a_replay_from_another_start_is_bitwise_identical(one, tmp_path):
     assert np.array_equal(replaced[0], own) and not np.array_equal(own, first["1/before/0/0"])
 
 
-def test_a_replay_has_its_own_learning_rate_and_names_choose(one, tmp_path):
-    path, about, first = one
-    model = on_replicas(num=1, seed=5, rate=0.2, is_built=True)
-    ends = [variable["name"].rpartition("/")[2] for variable in about["variables"]]
-    paths = {v.path.rpartition("/")[2]: v.path for v in model.variables}
-    gamma, beta = (ends.index(name) for name in ("gamma", "beta"))
-    names = {paths["gamma"]: about["variables"][beta]["name"]}
-    names[paths["beta"]] = about["variables"][gamma]["name"]
-    other, second = recorded(tmp_path / "other.npz", model, replay=path, names=names)
-    for index, variable in enumerate(about["variables"]):
-        loaded = {gamma: beta, beta: gamma}.get(index, index)
-        if variable["kind"] in ("weight", "statistic"):
-            own = second[f"2/before/0/{index}"]
-            assert first[f"2/before/0/{loaded}"].tobytes() == own.tobytes(), variable
-    rates = [groups[0]["learning_rate"] for groups in other["settings"]]
-    assert rates == pytest.approx([0.2 / 2**step for step in (0, 2, 3)])
-
-
 @pytest.mark.slow
 def test_examples_are_permuted_together(tmp_path):
     _, first = recorded(path := tmp_path / "one.npz", on_replicas(dropout=0), steps=2)
@@ -261,10 +196,11 @@ class Noisy(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.parts, self.num_steps = [layers.Dense(4, "tanh"), layers.Dense(1)], 0
+        self.hidden, self.dropout = layers.Dense(4, "tanh"), layers.Dropout(0.5)
+        self.last, self.num_steps = layers.Dense(1), 0
 
     def call(self, x, training=False):
-        return self.parts[1](self.parts[0](x))
+        return self.last(self.dropout(self.hidden(x)))
 
     def train_step(self, data):
         x, y = data

@@ -1,11 +1,11 @@
 """Trains a small model of Keras, recorded with samples: FILE [KIND] [BUG] [REPLAY].
 
-KIND: `plain` (a loop on one device), `loop` and `fit` on two, `workers` (a loop in two processes,
-this one as TF_CONFIG says), `large`; `whole` and `full`: fit on one device, recorded whole, to its
-end and on a disk that is full.
+KIND: `plain` (a loop on one device), `loop` and `fit` on two, `workers` (a loop in two processes),
+`large`.
 """
 
-import resource
+import json
+import os
 import sys
 
 import keras
@@ -24,6 +24,9 @@ def loss_of(labels, logits):
 def built(kind, bug):
     """Returns a compiled model under a strategy of as many devices as the kind says."""
     if kind == "workers":
+        addresses = [f"localhost:{int(os.environ['MASTER_PORT']) + index}" for index in range(2)]
+        task = {"type": "worker", "index": int(os.environ["RANK"])}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -73,16 +76,11 @@ def main(path, kind="plain", bug="", replay=None):
         x, y = np.split(x, 2)[own], np.split(y, 2)[own]
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat(3)
     options = {"sample": 16, "start": bug == "start", "replay": replay}
-    if kind in ("whole", "full", "large"):
-        options = {} if kind == "large" else {"steps": 3}
-    if kind == "full":  # A write beyond this fails as on a full disk.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    with record_keras.record(path, model, **options) as recorder:
-        if kind in ("fit", "whole", "full"):
+    with record_keras.record(path, model, **({} if kind == "large" else options)) as recorder:
+        if kind == "fit":
             model.fit(data, verbose=0)
         else:
             run_loop(strategy, model, bug, recorder, data)
-    print(repr(float(sum(np.sum(w.numpy(), dtype=np.float64) for w in model.weights))))
 
 
 if __name__ == "__main__":
