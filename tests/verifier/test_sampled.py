@@ -253,7 +253,6 @@ WRONG = {  # Framework and kind → bug: the node at which it is found.
     ("jax", "shards"): {"loss": "loss", "row": "sum", "reduce": "sum"},
     ("jax", "mesh"): {"row": "gradient", "unclipped": "clipping"},
     ("keras", "loop"): {"row": "gradient"},
-    ("keras", "fit"): {"loss": "loss"},
     ("keras", "workers"): {},
 }  # fmt: skip
 

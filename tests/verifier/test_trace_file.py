@@ -23,15 +23,10 @@ from tests.verifier import trace_samples
 from tests.verifier.trace_samples import about, arrays, write_ranks, write_trace
 
 
-def read_all(trace):
-    """Returns name → array of a trace, all of which are read."""
-    return {name: trace.stored()[name] for name in trace.stored()}
-
-
 def refusal(path):
     """Returns the one line with which a trace is refused, at the latest when all is read."""
     with pytest.raises(TraceError) as caught:
-        read_all(load(path))
+        dict(load(path).stored())
     line = str(caught.value)
     assert line.startswith(f"{path}: ") or str(path.parent) in line
     assert line.isprintable() and "; " in line and len(line) < 600
@@ -58,7 +53,7 @@ def test_one_file_is_read_bit_for_bit(tmp_path):
     del members["1/before/0/5"], members["1/raw/1/1"]  # No state yet; a weight that is not used.
     path = write_trace(tmp_path / "two.npz", about(later_key=[1], steps=[0, 234]), members)
     trace = load(path)
-    assert_same_bits(read_all(trace), members)
+    assert_same_bits(trace.stored(), members)
     assert (trace.name, trace.about.framework, trace.steps) == (str(path), "torch", (0, 234))
     assert trace.about.settings[1][0]["learning_rate"] == 0.1 and trace.about.replicas == ()
     assert trace.about.variables[4].of == "dense/kernel" and trace.about.num_copies == 0
@@ -92,10 +87,6 @@ def test_what_is_saved_is_loaded(tmp_path):
             np.testing.assert_array_equal(loaded.stored()[name], array)
     loaded.put(0, "data", 0, [large + 1])  # Arrays of a loaded trace can be changed.
     np.testing.assert_array_equal(loaded.arrays(0, "data", 0)[0], large + 1)
-    loaded.put(1, "raw", 3, [None, np.ones((5, 2))])  # Nothing is left of the earlier ones.
-    assert {n for n in loaded.stored() if n.startswith(("1/data/0/", "2/raw/"))} == {
-        "1/data/0/0", "2/raw/3/1"
-    }  # fmt: skip
 
 
 def test_only_the_array_that_is_asked_for_is_in_memory(tmp_path):
@@ -151,7 +142,7 @@ def test_files_of_ranks_are_merged(tmp_path):
         assert (trace.name, trace.about.num_replicas) == (str(tmp_path / "two.npz"), 11)
         assert trace.about.replicas == () and trace.has(0, "before")
         assert [trace.micro_batches(0, rank) for rank in range(11)] == [*range(1, 12)]
-        assert_same_bits(read_all(trace), dict(itertools.chain(*map(dict.items, members))))
+        assert_same_bits(trace.stored(), dict(itertools.chain(*map(dict.items, members))))
 
 
 def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
@@ -162,7 +153,9 @@ def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
         description["variables"] = description["variables"][:4]
         for key in ("settings", "micro_batches"):
             description[key] = description[key][:number]
-        members = {k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/[45]", k)}
+        members = {
+            k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/[45]", k)
+        }
         members["1/kept/1/0"] = np.zeros(3)  # Written before an update that did not come.
         write_trace(tmp_path / "two.rank1.npz", description, members)
         trace = load(path)
@@ -282,10 +275,7 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "other name": (patched(42, 0), "differ"),
     "object": (with_array("1/data/0/0", np.array([{}], object)), "has dtype '|O' in 1/data"),
     "big-endian": (with_array("1/data/0/0", np.zeros(2, ">f4")), "has dtype '>f4'"),
-    "text without a name": (
-        lambda path: write_trace(path, about(aliases={"1/loss/0/0": "1/kept/0/0"}),
-                                 arrays() | {"1/kept/0/0": np.array("1")}),
-        "has a wrong alias '1/loss/0/0'"),
+    "alias of a member": (described(aliases={"1/data/0/0": "1/data/1/0"}), "has a wrong alias"),
     "no key of a header": (header("(2,)}, {[]: 1"), "a header that no trace has in 1/data"),
     "long text of a header": (one_member(
         b"\x93NUMPY\x01\x00\x47\x00{'descr': '<U999999999', 'fortran_order': False, 'shape': (), }"
@@ -323,7 +313,7 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "kind": (variable(kind="bias"), "variables of 'about' must be of the kinds weight, statistic"),
     "no weight": (variable(of="other"), "variables of 'about' must be of weights"),
     "a weight twice": (variable(name="dense/bias"), "variables of 'about' must be of unique"),
-    "gradient of no weight": (described(gradients=["norm/moving_mean"]), "must be names of weights"),
+    "no gradient": (described(gradients=["norm/moving_mean"]), "must be names of weights"),
     "settings of one step": (described(settings=[[]]), "settings of 'about' must be one list of"),
     "momentum": (group(momentum=True), "momentum in settings of 'about' must be a number"),
     "weights": (group(weights="all"), "weights in settings of 'about' must be names of weights"),

@@ -79,15 +79,7 @@ def start_of_adam(params):
     return {"mu": zeros(params), "nu": zeros(params), "count": np.int32(0)}
 
 
-# --- Steps ---------------------------------------------------------------------------------------
-
-
-def step_of_device(params, velocity, x, y, key, noise=0.5):
-    loss, grads = jax.value_and_grad(loss_of)(params, x, y, key, noise)
-    loss, grads = record_jax.keep("loss", loss), record_jax.keep("raw", grads)
-    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
-    clipped = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
-    return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
+# --- Steps and their loops -----------------------------------------------------------------------
 
 
 def shard_map_step(num_devices, noise=0.5, traces=None):
@@ -99,7 +91,11 @@ def shard_map_step(num_devices, noise=0.5, traces=None):
         if traces is not None:
             traces.append(x.shape)
         key = record_jax.keep("random", jax.random.fold_in(key, jax.lax.axis_index("d")))
-        return step_of_device(params, velocity, x, y, key, noise)
+        loss, grads = jax.value_and_grad(loss_of)(params, x, y, key, noise)
+        loss, grads = record_jax.keep("loss", loss), record_jax.keep("raw", grads)
+        grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
+        clipped = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
+        return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
 
     return step
 
@@ -112,9 +108,6 @@ def jit_step(name, state, examples, *, key):
     params, moments = adam(params, moments, record_jax.keep("sums", grads))
     stats = {"mean": 0.9 * stats["mean"] + 0.1 * examples["x"].mean(0)}
     return State(params, moments, stats), {"loss": loss}
-
-
-# --- Loops ---------------------------------------------------------------------------------------
 
 
 def leaves_of(*trees):
@@ -389,8 +382,6 @@ def case_errors():
 
     no_key = {"arguments": ARGUMENTS | {"key": "seed"}}
     refused("^key: no array at 'seed' among 0/a/bias, 0/a/kernel", step, **no_key)
-    refused("^step: must be a function, as from jax.jit, and is None$", None)
-    refused("^arguments: must be the places of arrays by their names, ", step, arguments=None)
     refused(r"^pmap: batch of shape \(8, 5\) has no axis of devices; ", step, pmap=True)
     refused("^batch is missing; add it to arguments", step, arguments={"params": 0})
     refused("^opt_state is missing; add it to arguments", step, outputs={"params": 0})

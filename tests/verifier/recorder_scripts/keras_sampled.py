@@ -1,7 +1,6 @@
 """Trains a small model of Keras, recorded with samples: FILE [KIND] [BUG] [REPLAY].
 
-KIND: `plain` (a loop on one device), `loop` and `fit` on two, `workers` (a loop in two processes),
-`large`.
+KIND: `plain` (on one device), `loop` (on two), `workers` (in two processes), `large`.
 """
 
 import json
@@ -17,10 +16,6 @@ from lockstep import record_keras
 LATER = 11  # A row of the embedding of which the samples have no element.
 
 
-def loss_of(labels, logits):
-    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-
-
 def built(kind, bug):
     """Returns a compiled model under a strategy of as many devices as the kind says."""
     if kind == "workers":
@@ -33,7 +28,7 @@ def built(kind, bug):
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * 2
         )
-        number = 2 if kind in ("fit", "loop") else 1
+        number = 2 if kind == "loop" else 1
         strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(number)])
     keras.utils.set_random_seed(int(bug == "other_start"))
     layers = keras.layers
@@ -42,29 +37,20 @@ def built(kind, bug):
         table = layers.Embedding(2_200_000 if kind == "large" else 60, 8)
         parts = [table, layers.Flatten(), layers.Dense(41, "tanh"), layers.Dense(5)]
         model = keras.Sequential([keras.Input((4,)), *parts])
-        loss = (lambda y, logits: 1.01 * loss_of(y, logits)) if bug == "loss" else loss_of
-        model.compile(keras.optimizers.AdamW(1e-2), loss)
+        model.compile(keras.optimizers.AdamW(1e-2))
     return strategy, model
 
 
 def replica_step(model, bug, x, y):
     with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / 64
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+        loss = tf.reduce_sum(losses) / 64
     gradients = tape.gradient(loss, model.trainable_variables)
     if bug == "row":
         table = tf.convert_to_tensor(gradients[0])
         row = table[LATER : LATER + 1] * 1.01
         gradients[0] = tf.tensor_scatter_nd_update(table, [[LATER]], row)
     model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-
-def run_loop(strategy, model, bug, recorder, data):
-    step = recorder.wrap(lambda x, y: replica_step(model, bug, x, y))
-    train = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
-    if type(strategy) is tf.distribute.MirroredStrategy:
-        data = strategy.experimental_distribute_dataset(data)
-    for x, y in data:
-        train(x, y)
 
 
 def main(path, kind="plain", bug="", replay=None):
@@ -77,10 +63,12 @@ def main(path, kind="plain", bug="", replay=None):
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat(3)
     options = {"sample": 16, "start": bug == "start", "replay": replay}
     with record_keras.record(path, model, **({} if kind == "large" else options)) as recorder:
-        if kind == "fit":
-            model.fit(data, verbose=0)
-        else:
-            run_loop(strategy, model, bug, recorder, data)
+        step = recorder.wrap(lambda x, y: replica_step(model, bug, x, y))
+        train = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
+        if kind != "workers":
+            data = strategy.experimental_distribute_dataset(data)
+        for x, y in data:
+            train(x, y)
 
 
 if __name__ == "__main__":
