@@ -268,7 +268,7 @@ def variable(**changes):
 WRONG = {  # What writes a file, and a part of its refusal.
     "page": (lambda path: path.write_bytes(b"<html>" * 99), "is no .npz file or is damaged"),
     "no about": (saved(**{"1/before/0/0": np.ones(3)}), "has no member 'about'"),
-    "digit": (also_named("1/before/0/٣.npy"), "has a member '1/before/0/٣.npy', which"),
+    "digit": (also_named("1/before/0/1٣.npy"), "has a member '1/before/0/1٣.npy', which"),
     "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0' twice"),
     "compressed": (patched(10, zipfile.ZIP_DEFLATED), "has a compressed member '1/before/0/0.npy'"),
     "bomb": (patched(24, 2**20), "has fewer bytes than its index says"),
