@@ -252,6 +252,8 @@ WRONG = {  # Framework and kind → bug: the node at which it is found.
     ("torch", "fsdp"): {"row": "clipping", "row_later": "between"},
     ("jax", "shards"): {"loss": "loss", "row": "sum", "reduce": "sum"},
     ("jax", "mesh"): {"row": "gradient", "unclipped": "clipping"},
+    ("keras", "loop"): {"row": "gradient"},
+    ("keras", "workers"): {},
 }  # fmt: skip
 
 
@@ -262,7 +264,7 @@ WRONG = {  # Framework and kind → bug: the node at which it is found.
 def test_sampled_recordings(framework, kind, record, tmp_path):
     """Faults are found in rows of an embedding of which no element is kept."""
     record(framework, "one.npz")
-    processes = 2 if framework == "torch" else 1
+    processes = 2 if kind in ("fsdp", "workers") else 1
     for bug, node in {**WRONG[framework, kind], "": ""}.items():
         record(framework, "two.npz", kind, bug, processes=processes)
         verdict = verdict_of(tmp_path)

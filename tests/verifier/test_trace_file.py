@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import io
+import itertools
 import os
 import re
 import struct
@@ -22,15 +23,10 @@ from tests.verifier import trace_samples
 from tests.verifier.trace_samples import about, arrays, write_ranks, write_trace
 
 
-def read_all(trace):
-    """Returns name → array of a trace, all of which are read."""
-    return {name: trace.stored()[name] for name in trace.stored()}
-
-
 def refusal(path):
     """Returns the one line with which a trace is refused, at the latest when all is read."""
     with pytest.raises(TraceError) as caught:
-        read_all(load(path))
+        dict(load(path).stored())
     line = str(caught.value)
     assert line.startswith(f"{path}: ") or str(path.parent) in line
     assert line.isprintable() and "; " in line and len(line) < 600
@@ -54,38 +50,21 @@ def test_one_file_is_read_bit_for_bit(tmp_path):
     ]  # fmt: skip
     members = arrays() | {f"1/data/0/{index}": array for index, array in enumerate(data)}
     members |= {"1/later_kind/0/0": np.ones(2)}
-    del members["1/before/0/3"], members["1/raw/1/0"]  # No state yet; a weight that is not used.
-    path = write_trace(tmp_path / "two.npz", about(later_key=[1]), members)
+    del members["1/before/0/5"], members["1/raw/1/1"]  # No state yet; a weight that is not used.
+    path = write_trace(tmp_path / "two.npz", about(later_key=[1], steps=[0, 234]), members)
     trace = load(path)
-    assert_same_bits(read_all(trace), members)
+    assert_same_bits(trace.stored(), members)
     assert (trace.name, trace.about.framework, trace.steps) == (str(path), "torch", (0, 234))
     assert trace.about.settings[1][0]["learning_rate"] == 0.1 and trace.about.replicas == ()
-    assert trace.about.variables[3].of == "dense/kernel" and trace.about.num_copies == 0
-    assert [a is None for a in trace.arrays(0, "before", 0)] == [False, False, False, True]
-    assert [a is None for a in trace.arrays(0, "raw", 1)] == [True, False, False]
+    assert trace.about.variables[4].of == "dense/kernel" and trace.about.num_copies == 0
+    assert [a is None for a in trace.arrays(0, "before", 0)] == [*[False] * 5, True]
+    assert [a is None for a in trace.arrays(0, "raw", 1)] == [False, True]
     assert trace.arrays(1, "y_pred", 0) is None
-    gradient = trace.arrays(0, "raw", 0)[2]
+    gradient = trace.arrays(0, "raw", 0)[0]
     assert isinstance(gradient, Rows)
-    np.testing.assert_array_equal(gradient.dense(), [[1, 1], *[[0, 0]] * 3, [2, 2]])
-
-
-def test_a_rank_may_have_state_that_others_lack(tmp_path):
-    *own, momentum = trace_samples.VARIABLES
-    other = {**momentum, "name": "m/bias", "of": "dense/bias"}
-    for rank, state in enumerate((momentum, other)):
-        description = about(replicas=[rank], variables=[*own, state])
-        write_trace(tmp_path / f"two.rank{rank}.npz", description, arrays(replicas=[rank]))
-    trace = load(tmp_path / "two.npz")
-    assert trace.keys == ["dense/kernel", "dense/bias", "embedding", "m/kernel", "m/bias"]
-    first, second = trace.named(0, "after", 0), trace.named(0, "after", 1)
-    assert first.keys() == {*trace.keys} - {"m/bias"}
-    assert second.keys() == {*trace.keys} - {"m/kernel"}
-    assert np.all(second["m/bias"] == 113.5)
-    renamed = [{**own[0], "layout": "OI"}, *own[1:], momentum]  # Weights must be equal.
-    path = tmp_path / "two.rank1.npz"
-    write_trace(path, about(replicas=[1], variables=renamed), arrays(replicas=(1,)))
-    with pytest.raises(TraceError, match="'variables' of"):
-        load(tmp_path / "two.npz")
+    dense = np.zeros((12, 3))
+    dense[[0, 4]] = [[1], [2]]
+    np.testing.assert_array_equal(gradient.dense(), dense)
 
 
 def test_what_is_saved_is_loaded(tmp_path):
@@ -97,7 +76,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     trace, large = Trace(description), np.arange(30_000.0)
     for shard in trace.shards:
         trace.put(0, "data", shard, [large, large[::2], np.array(shard).astype(">f4")])
-    trace.put(1, "raw", 3, [None, Rows(np.ones((1, 2)), np.array([1]), 5), None])
+    trace.put(1, "raw", 3, [None, Rows(np.ones((1, 2)), np.array([1]), 5)])
     save(trace, tmp_path / "two.npz")
     assert [path.name for path in tmp_path.iterdir()] == ["two.npz"]
     in_memory = io.BytesIO()
@@ -108,10 +87,6 @@ def test_what_is_saved_is_loaded(tmp_path):
             np.testing.assert_array_equal(loaded.stored()[name], array)
     loaded.put(0, "data", 0, [large + 1])  # Arrays of a loaded trace can be changed.
     np.testing.assert_array_equal(loaded.arrays(0, "data", 0)[0], large + 1)
-    loaded.put(1, "raw", 3, [None, np.ones((5, 2)), None])  # Nothing is left of the earlier ones.
-    assert {n for n in loaded.stored() if n.startswith(("1/data/0/", "2/raw/"))} == {
-        "1/data/0/0", "2/raw/3/1"
-    }  # fmt: skip
 
 
 def test_only_the_array_that_is_asked_for_is_in_memory(tmp_path):
@@ -157,32 +132,34 @@ def test_a_training_that_fails_leaves_no_half_file(tmp_path):
 
 
 def test_files_of_ranks_are_merged(tmp_path):
-    for rank in range(11):
+    members = [arrays(1, (rank,)) for rank in range(11)]
+    for rank, own in enumerate(members):
         description = about(num_replicas=11, replicas=[rank], steps=[0])
         description |= {"micro_batches": [rank + 1], "settings": [[{"learning_rate": rank / 8}]]}
-        write_trace(tmp_path / f"two.rank{rank}.npz", description, arrays(1, (rank,)))
+        write_trace(tmp_path / f"two.rank{rank}.npz", description, own)
     for path in (tmp_path / "two.npz", tmp_path / "two.rank10.npz"):
         trace = load(path)
         assert (trace.name, trace.about.num_replicas) == (str(tmp_path / "two.npz"), 11)
         assert trace.about.replicas == () and trace.has(0, "before")
-        for replica in range(11):
-            assert trace.micro_batches(0, replica) == replica + 1
-            expected = 101.5 + 10 * replica
-            np.testing.assert_array_equal(trace.arrays(0, "after", replica)[1], [expected] * 2)
+        assert [trace.micro_batches(0, rank) for rank in range(11)] == [*range(1, 12)]
+        assert_same_bits(trace.stored(), dict(itertools.chain(*map(dict.items, members))))
 
 
 def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
     """As a rank that does not call its optimizer; its state has not been seen, then."""
     path = write_ranks(tmp_path)
     for number in (1, 0):
-        description = about(replicas=[1], steps=[0][:number], variables=trace_samples.VARIABLES[:3])
+        description = about(replicas=[1], steps=[0][:number])
+        description["variables"] = description["variables"][:4]
         for key in ("settings", "micro_batches"):
             description[key] = description[key][:number]
-        members = {k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/3", k)}
+        members = {
+            k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/[45]", k)
+        }
         members["1/kept/1/0"] = np.zeros(3)  # Written before an update that did not come.
         write_trace(tmp_path / "two.rank1.npz", description, members)
         trace = load(path)
-        assert trace.steps == (0, 234) and len(trace.about.variables) == 4
+        assert trace.steps == (0, 1) and len(trace.about.variables) == 6
         assert [trace.has(position, "after") for position in (0, 1)] == [number == 1, False]
         assert trace.absent(1) == [1] * number
     write_trace(tmp_path / "two.rank0.npz", description | {"replicas": [0]}, {})
@@ -214,6 +191,9 @@ def test_something_else_than_one_file_for_each_replica_is_refused(tmp_path):
     assert "has an array in two of its files" in refusal(path)
     write_second(framework="keras")
     assert "'framework' of" in refusal(path) and "remove files of other" in refusal(path)
+    first, *others = about()["variables"]
+    write_second(variables=[first | {"layout": "OI"}, *others])
+    assert "'variables' of" in refusal(path)
     write_second(permuted=1)
     assert "only some of its files are permuted" in refusal(path)
     write_second(replayed="one.npz")
@@ -223,11 +203,11 @@ def test_something_else_than_one_file_for_each_replica_is_refused(tmp_path):
 # --- Damage --------------------------------------------------------------------------------------
 
 
-def repack(path, change, **options):
+def repack(path, change):
     """Rewrites an archive; `change(name, content)` returns its new members."""
     with zipfile.ZipFile(path) as old:
         members = [new for name in old.namelist() for new in change(name, old.read(name))]
-    with zipfile.ZipFile(path, "w", **options) as new:
+    with zipfile.ZipFile(path, "w") as new:
         for name, content in members:
             new.writestr(name, content)
 
@@ -244,24 +224,16 @@ def also_named(name):
     )
 
 
-def patched(offset, value, write=np.savez, entry=2):
-    """Returns what overwrites 4 bytes in an entry of the zip directory."""
+def patched(offset, value):
+    """Returns what overwrites 4 bytes in the second entry of the zip directory."""
 
     def damage(path):
-        content = bytearray(write_trace(path, save=write).read_bytes())
+        content = bytearray(write_trace(path).read_bytes())
         places = [found.start() for found in re.finditer(b"PK\x01\x02", content)]
-        struct.pack_into("<I", content, places[entry] + offset, value)
+        struct.pack_into("<I", content, places[1] + offset, value)
         path.write_bytes(content)
 
     return damage
-
-
-def flipped(path):
-    with zipfile.ZipFile(write_trace(path)) as file:
-        start = file.getinfo("2/after/1/2.npy").header_offset
-    content = bytearray(path.read_bytes())
-    content[content.index(b"PK", start + 4) - 3] ^= 4
-    path.write_bytes(content)
 
 
 def header(shape):
@@ -289,31 +261,21 @@ def group(**settings):
 
 
 def variable(**changes):
-    first, *others = trace_samples.VARIABLES
+    first, *others = about()["variables"]
     return described(variables=[first | changes, *others])
 
 
 WRONG = {  # What writes a file, and a part of its refusal.
     "page": (lambda path: path.write_bytes(b"<html>" * 99), "is no .npz file or is damaged"),
-    "cut": (
-        lambda path: path.write_bytes(write_trace(path).read_bytes()[:-1]),
-        "the recording was not finished: the training was killed or is still running",
-    ),
     "no about": (saved(**{"1/before/0/0": np.ones(3)}), "has no member 'about'"),
-    "parent": (also_named("../1/before/0/0.npy"), ", which no trace has"),
-    "digit": (also_named("1/before/0/٣.npy"), ", which no trace has"),
+    "digit": (also_named("1/before/0/1٣.npy"), "has a member '1/before/0/1٣.npy', which"),
     "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0' twice"),
-    "compressed": (lambda path: write_trace(path, save=np.savez_compressed),
-                   "has a compressed member 'about.npy'; record it again, without"),
+    "compressed": (patched(10, zipfile.ZIP_DEFLATED), "has a compressed member '1/before/0/0.npy'"),
     "bomb": (patched(24, 2**20), "has fewer bytes than its index says"),
     "other name": (patched(42, 0), "differ"),
-    "bit": (flipped, "Bad CRC-32 for file '2/after/1/2.npy'"),
     "object": (with_array("1/data/0/0", np.array([{}], object)), "has dtype '|O' in 1/data"),
     "big-endian": (with_array("1/data/0/0", np.zeros(2, ">f4")), "has dtype '>f4'"),
-    "text without a name": (
-        lambda path: write_trace(path, about(aliases={"1/loss/0/0": "1/kept/0/0"}),
-                                 arrays() | {"1/kept/0/0": np.array("1")}),
-        "has a wrong alias '1/loss/0/0'"),
+    "alias of a member": (described(aliases={"1/data/0/0": "1/data/1/0"}), "has a wrong alias"),
     "no key of a header": (header("(2,)}, {[]: 1"), "a header that no trace has in 1/data"),
     "long text of a header": (one_member(
         b"\x93NUMPY\x01\x00\x47\x00{'descr': '<U999999999', 'fortran_order': False, 'shape': (), }"
@@ -325,12 +287,11 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "many ranks": (described(mesh={"dp": 2**15}), "mesh of 'about' must be of at most 16384 ranks"),
     "replica": (with_array("1/loss/2/0", np.ones(1)), "has arrays 1/loss/2, which"),
     "gap": (with_array("1/data/0/2", np.ones(1)), "has an array 1/data/0/2 of 2 in"),
-    "variable": (with_array("1/before/0/4", np.ones(1)), "1/before/0/4 of 4 in"),
-    "shape": (with_array("1/before/1/1", np.ones(3)), "has shape (3,) in 1/before/1/1, and"),
+    "variable": (with_array("1/before/0/6", np.ones(1)), "1/before/0/6 of 6 in"),
+    "shape": (with_array("1/before/1/1", np.ones(2)), "has shape (2,) in 1/before/1/1, and"),
     "pass": (with_array("1/added/1/4", np.ones(3)), "and (3,) for its variable elsewhere"),
-    "no rows": (with_array("1/raw/0/2/rows", None), "has wrong rows in 1/raw/0/2"),
-    "rows and all": (with_array("1/raw/0/2", np.ones((5, 2))), "has wrong rows in 1/raw/0/2"),
-    "row": (with_array("1/raw/0/2/indices", np.array([0, 5, 1])), "a row outside of 0 to 4"),
+    "no rows": (with_array("1/raw/0/0/rows", None), "has wrong rows in 1/raw/0/0"),
+    "row": (with_array("1/raw/0/0/indices", np.array([0, 12, 1])), "a row outside of 0 to 11"),
     # The description.
     "no text": (saved(about=np.array(b"{}")), "has an 'about' that is not one text"),
     "no JSON": (saved(about=np.array("{")), "has an 'about' that is not JSON text"),
@@ -352,7 +313,7 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "kind": (variable(kind="bias"), "variables of 'about' must be of the kinds weight, statistic"),
     "no weight": (variable(of="other"), "variables of 'about' must be of weights"),
     "a weight twice": (variable(name="dense/bias"), "variables of 'about' must be of unique"),
-    "gradient of state": (described(gradients=["m/kernel"]), "must be names of weights"),
+    "no gradient": (described(gradients=["norm/moving_mean"]), "must be names of weights"),
     "settings of one step": (described(settings=[[]]), "settings of 'about' must be one list of"),
     "momentum": (group(momentum=True), "momentum in settings of 'about' must be a number"),
     "weights": (group(weights="all"), "weights in settings of 'about' must be names of weights"),

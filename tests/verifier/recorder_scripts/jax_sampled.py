@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_steps import OUTPUTS, WITHOUT_KEY, adam, mesh_of, start_of_adam
+from jax_cases import OUTPUTS, WITHOUT_KEY, adam, mesh_of, start_of_adam
 from lockstep import record_jax
 
 LATER = 11  # A row of the embedding of which the samples have no element.

@@ -1,11 +1,10 @@
 """Trains a small model of Keras, recorded with samples: FILE [KIND] [BUG] [REPLAY].
 
-KIND: `plain` (a loop on one device), `loop` and `fit` on two, `workers` (a loop in two processes,
-this one as TF_CONFIG says), `large`; `whole` and `full`: fit on one device, recorded whole, to its
-end and on a disk that is full.
+KIND: `plain` (on one device), `loop` (on two), `workers` (in two processes), `large`.
 """
 
-import resource
+import json
+import os
 import sys
 
 import keras
@@ -17,20 +16,19 @@ from lockstep import record_keras
 LATER = 11  # A row of the embedding of which the samples have no element.
 
 
-def loss_of(labels, logits):
-    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-
-
 def built(kind, bug):
     """Returns a compiled model under a strategy of as many devices as the kind says."""
     if kind == "workers":
+        addresses = [f"localhost:{int(os.environ['MASTER_PORT']) + index}" for index in range(2)]
+        task = {"type": "worker", "index": int(os.environ["RANK"])}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * 2
         )
-        number = 2 if kind in ("fit", "loop") else 1
+        number = 2 if kind == "loop" else 1
         strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(number)])
     keras.utils.set_random_seed(int(bug == "other_start"))
     layers = keras.layers
@@ -39,29 +37,20 @@ def built(kind, bug):
         table = layers.Embedding(2_200_000 if kind == "large" else 60, 8)
         parts = [table, layers.Flatten(), layers.Dense(41, "tanh"), layers.Dense(5)]
         model = keras.Sequential([keras.Input((4,)), *parts])
-        loss = (lambda y, logits: 1.01 * loss_of(y, logits)) if bug == "loss" else loss_of
-        model.compile(keras.optimizers.AdamW(1e-2), loss)
+        model.compile(keras.optimizers.AdamW(1e-2))
     return strategy, model
 
 
 def replica_step(model, bug, x, y):
     with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / 64
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+        loss = tf.reduce_sum(losses) / 64
     gradients = tape.gradient(loss, model.trainable_variables)
     if bug == "row":
         table = tf.convert_to_tensor(gradients[0])
         row = table[LATER : LATER + 1] * 1.01
         gradients[0] = tf.tensor_scatter_nd_update(table, [[LATER]], row)
     model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-
-def run_loop(strategy, model, bug, recorder, data):
-    step = recorder.wrap(lambda x, y: replica_step(model, bug, x, y))
-    train = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
-    if type(strategy) is tf.distribute.MirroredStrategy:
-        data = strategy.experimental_distribute_dataset(data)
-    for x, y in data:
-        train(x, y)
 
 
 def main(path, kind="plain", bug="", replay=None):
@@ -73,16 +62,13 @@ def main(path, kind="plain", bug="", replay=None):
         x, y = np.split(x, 2)[own], np.split(y, 2)[own]
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat(3)
     options = {"sample": 16, "start": bug == "start", "replay": replay}
-    if kind in ("whole", "full", "large"):
-        options = {} if kind == "large" else {"steps": 3}
-    if kind == "full":  # A write beyond this fails as on a full disk.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    with record_keras.record(path, model, **options) as recorder:
-        if kind in ("fit", "whole", "full"):
-            model.fit(data, verbose=0)
-        else:
-            run_loop(strategy, model, bug, recorder, data)
-    print(repr(float(sum(np.sum(w.numpy(), dtype=np.float64) for w in model.weights))))
+    with record_keras.record(path, model, **({} if kind == "large" else options)) as recorder:
+        step = recorder.wrap(lambda x, y: replica_step(model, bug, x, y))
+        train = tf.function(lambda x, y: strategy.run(step, args=(x, y)))
+        if kind != "workers":
+            data = strategy.experimental_distribute_dataset(data)
+        for x, y in data:
+            train(x, y)
 
 
 if __name__ == "__main__":
