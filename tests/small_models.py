@@ -44,12 +44,24 @@ def deep_norm_network():
     )
 
 
+def scaled(network):
+    """Puts the scaling of a recipe before a network that takes numbers from 0 to 1."""
+    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
+    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
+
+
+def lenet():
+    return scaled(build_network("lenet"))
+
+
+def resnet18():
+    return scaled(build_network("resnet18"))
+
+
 def small_resnet():
     """Builds one residual block, for BatchNorm without 18 layers."""
     shapes = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
-    network = build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **shapes)
-    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
-    return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
+    return scaled(build_resnet(name="one_block", stage_widths=(4,), blocks_per_stage=1, **shapes))
 
 
 def seeded(build):

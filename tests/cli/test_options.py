@@ -3,17 +3,12 @@
 `messages.txt` has what is refused, with its message.
 """
 
-import platform
-
-import keras
 import pytest
-import tensorflow as tf
 
 from app.errors import ConfigError
 from app.options import Config, parse_command_line
 from app.options.help import PAGE, option_page
 from app.options.table import COMMANDS, TABLE, options_of
-from lockstep import __version__
 from tests.conftest import assert_ok, run_main, run_python
 
 # Each option of each command at another value than its default.
@@ -59,15 +54,6 @@ def test_each_option_is_accepted_and_can_be_written_again():
         assert parse(command, *kept, *flags) == config, line
         used |= config.changed().keys()
     assert used == {row.name for row in TABLE}
-
-
-def test_flags_are_those_of_absl(tmp_path):
-    file = tmp_path / "flags"
-    file.write_text("# A comment.\n--epochs=3\n\n--nooverwrite\n-seed=4\n//--seed=9\n")
-    words = f"--flagfile={file} -seed 0x10 --undefok=xyz --noxyz --overwrite --lr=1e-1".split()
-    words += ["--out=--epochs=2", "--num_devices=3"]
-    expected = {"epochs": 3, "seed": 16, "overwrite": True, "learning_rate": 0.1, "num_gpus": 3}
-    assert parse(*words) == Config.of(out="--epochs=2", **expected)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +128,6 @@ def test_the_help_has_each_command_and_that_of_a_command_its_options_and_example
 def test_the_page_of_options_is_that_of_the_program():
     """`make docs` writes it."""
     assert PAGE.read_text(encoding="utf-8") == option_page()
-
-
-def test_version_names_what_results_depend_on(capsys):
-    versions = f"Python {platform.python_version()}, TensorFlow {tf.__version__}"
-    expected = f"Lockstep {__version__}, {versions}, Keras {keras.__version__}\n"
-    assert shown(capsys, "--version") == expected
 
 
 def test_a_terminal_without_unicode_gets_help_all_the_same():

@@ -1,4 +1,4 @@
-"""Exact collectives, shards of a batch, the loss, and the checks of sums and copies."""
+"""Exact collectives, the loss, and the checks of sums and copies."""
 
 import itertools
 import math
@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from app.errors import AllReduceError, ReplicaDivergenceError
 from app.training.checks import check_all_reduce, check_copies
-from strategies.base import StepTotals, sum_of_losses
-from strategies.collectives import shard_bounds
+from strategies.base import sum_of_losses
 from strategies.manual import ALL_REDUCE_FUNCTIONS, ManualStrategy
 from tests.conftest import CPUS
 from tests.small_models import create, deep_network, deep_norm_network, momentum_sgd
@@ -42,19 +41,6 @@ def test_all_reduce_gives_every_replica_the_exact_sum(algorithm, num_replicas):
                 assert total.device.endswith(device)
 
 
-@pytest.mark.parametrize("num_shards", range(1, 9))
-def test_shards_are_disjoint_complete_in_order_and_the_first_are_larger(num_shards):
-    for num_examples in (0, 1, 7, 256):
-        bounds = [shard_bounds(num_examples, num_shards, i) for i in range(num_shards)]
-        starts, ends = zip(*bounds, strict=True)
-        assert starts == (0, *ends[:-1]) and ends[-1] == num_examples
-        sizes = [end - start for start, end in bounds]
-        assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
-        number = tf.constant(num_examples)
-        in_graph = [shard_bounds(number, num_shards, tf.constant(i)) for i in range(num_shards)]
-        assert [tuple(map(int, pair)) for pair in in_graph] == bounds
-
-
 def test_label_smoothing_against_the_definition():
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(5, 10)).astype(np.float32)
@@ -63,18 +49,6 @@ def test_label_smoothing_against_the_definition():
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     loss = sum_of_losses(tf.constant(logits), tf.constant(labels, tf.int32), 0.1)
     np.testing.assert_allclose(loss, -(target * log_probabilities).sum(), rtol=1e-6)
-
-
-def test_totals_give_mean_and_fraction_and_an_empty_shard_adds_nothing():
-    totals = StepTotals.sum([StepTotals(3.0, 6, 8), StepTotals(1.0, 0, 2)])
-    assert totals == (4.0, 6, 10) and (totals.loss, totals.accuracy) == (0.4, 0.6)
-    empty = tf.zeros((0, 10)), tf.zeros((0,), tf.int32)
-    assert [float(v) for v in StepTotals.of(*empty)] == [0, 0, 0]
-    assert sum_of_losses(*empty) == 0
-    logits = tf.constant([[2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
-    loss_sum, correct, examples = StepTotals.of(logits, tf.constant([0, 0, 1]))
-    assert (int(correct), int(examples)) == (2, 3)
-    np.testing.assert_allclose(loss_sum, 3 * np.log(1 + np.exp(-2)) + 2, rtol=1e-6)
 
 
 class FaultyStrategy(ManualStrategy):
