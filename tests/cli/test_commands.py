@@ -100,7 +100,11 @@ def test_a_comparison_prints_and_leaves_its_verdicts(compared):
     page = Page(folder / "report.html")
     (good,) = page.paragraphs("good")
     assert good.startswith(verdict) and "bitwise identical weights: manual, mirrored" in page.text
-    assert page.row("single – manual")[1] == "different, as expected"
+    sizes = saved["pairs"][0]
+    assert page.row("single – manual")[1:] == [
+        "different, as expected", f"{sizes['absolute']:.4g}", f"{sizes['relative']:.4g}",
+        "logits/kernel",
+    ]  # fmt: skip
     assert page.row("manual")[:2] == ["manual", "2 simulated"]
     generated = f"{DATASET_CAVEATS['synthetic']} ({', '.join(COMPARED)})"
     assert generated in page.paragraphs("caveat")
@@ -231,8 +235,11 @@ def test_a_benchmark_times_each_strategy_in_each_round(tmp_path, monkeypatch):
     assert manual["speedup"]["low"] <= manual["speedup"]["median"] <= manual["speedup"]["high"]
     page = Page(tmp_path / "b" / "report.html")
     for case, name in ((single, "single on 1 device"), (manual, "manual on 2 devices")):
-        assert page.row(name)[1] == f"{case['images_per_sec']['median']:,.0f}"
+        assert f"{case['images_per_sec']['median']:,.0f}" == page.row(name)[1]
         assert page.row(name)[1] in result.stdout
+    low, high = (f"{manual['images_per_sec'][name]:,.0f}" for name in ("low", "high"))
+    speedup = f"{manual['speedup']['median']:.3f}"
+    assert page.row("manual on 2 devices")[2:4] == [f"{low}–{high}", speedup]
     assert "timing is not scaling" in result.stdout and page.paragraphs("caveat") == [TIMING_CAVEAT]
 
 
