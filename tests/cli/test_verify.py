@@ -142,18 +142,6 @@ def test_a_fault_that_changes_too_little_is_told(tmp_path):
     assert "the injected fault was not found: scale_gradient:factor=1.00000001" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["verify", "--strategies=manual", "--steps=3"], "not finite after step 2"),
-        (["train", "--verify_every=1", "--epochs=1"], "use a smaller --learning_rate"),
-    ],
-)
-def test_a_training_that_diverges_on_one_device_too_is_no_mismatch(tmp_path, words, told):
-    result = run_here(*words, *SMALL[:-1], "--learning_rate=3e38", f"--out={tmp_path}/run")
-    assert result.returncode == 7 and told in result.stderr.splitlines()[-1]
-
-
 def test_a_pair_that_differs_in_an_early_step_alone_is_not_bit_identical():
     first, second = Script().trace(), Script().trace()
     assert verify._have_same_arrays(first, second)
@@ -188,16 +176,6 @@ def test_verified_steps_change_nothing_and_are_counted(tmp_path):
     assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
     assert summaries[1]["verified_steps"] == 3  # 2, 4 and 6; the rate of step 1 is 0.
     assert summaries[0]["verified_steps"] == 0
-
-
-def test_a_mismatch_in_a_verified_step_stops_the_training(tmp_path):
-    fault, out = "drop_gradient:step=3", tmp_path / "run"
-    words = [*SMALL, "--epochs=2", "--verify_every=2", "--checkpoint_every=1"]
-    result = run_here(*words, f"--inject={fault}", f"--out={out}")
-    assert result.returncode == 9
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: manual has a mismatch: ") and "step 4" in last
-    assert "(sum)" in last and last.endswith("without a mismatch is 2")
 
 
 def test_copies_that_differ_by_less_than_rounding_stop_the_training(tmp_path, monkeypatch):
