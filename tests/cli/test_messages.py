@@ -116,8 +116,11 @@ def _write_runs(path):
     for name, changes in others.items():
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps({**config, **changes}))
-    for name in ("damaged", "truncated"):
+    (path / "compared" / "compare.json").write_text("{}")
+    for name in ("damaged", "truncated", "edited"):
         shutil.copytree(path / "finished", path / name)
     (damaged,) = (path / "damaged").rglob("*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
     (path / "truncated" / "summary.json").write_text("")
+    summary = json.loads((path / "edited" / "summary.json").read_text())
+    (path / "edited" / "summary.json").write_text(json.dumps({**summary, "devices": -1.5}))

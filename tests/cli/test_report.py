@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.commands.compare import compare_weights
-from app.errors import DataError, OutputError
+from app.errors import DataError
 from app.records.checkpoint import Checkpoint
 from app.records.files import write_json
 from app.report import plots
@@ -90,42 +90,6 @@ def test_which_records_a_page_is_made_of(tmp_path):
     names = ("manual", REPORT_FILE, "single")  # `runs/*` may hold an earlier report.
     page = report(*(tmp_path / "c" / name for name in names), out=tmp_path / "new" / "r.html")
     assert {"manual", "single"} <= {row[0] for row in page.rows}
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_a_report_is_replaced_but_no_other_file(tmp_path):
-    write_training(tmp_path / "run")
-    for _ in range(2):
-        report(tmp_path / "run", out=tmp_path / "real.html")
-    (tmp_path / "link.html").symlink_to("real.html")
-    (tmp_path / "empty.html").touch()
-    (tmp_path / "own.html").write_text("<html>")
-    for name in ("link", "empty", "own"):
-        before = (tmp_path / f"{name}.html").read_bytes()
-        with pytest.raises(OutputError):
-            write_report([tmp_path / "run"], tmp_path / f"{name}.html")
-        assert (tmp_path / f"{name}.html").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "record"),
-    [
-        ("verify", "verify", {"trainings": [], "pairs": [], "facts": {}}),
-        ("verify", "verify", {"trainings": {}, "pairs": [{"trainings": None}], "facts": {}}),
-        ("compare", "compare", {"pairs": {"a": 1}}),
-        ("benchmark", "benchmark", {"cases": [None], "facts": {}}),
-        ("train", "summary", {"devices": -1.5}),
-        ("train", "summary", {"epoch_sec": "x"}),
-    ],
-)
-@pytest.mark.usefixtures("no_figures")
-def test_a_damaged_record_is_refused_by_name(tmp_path, command, name, record):
-    if command == "train":
-        record = {**write_training(tmp_path), **record}
-    write_config(tmp_path, command)
-    write_json(tmp_path / f"{name}.json", record)
-    with pytest.raises(OutputError, match=rf"{name}\.json"):
-        report(tmp_path)
 
 
 # The final weights of the runs of `compare`.
