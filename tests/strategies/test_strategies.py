@@ -257,11 +257,8 @@ def test_real_networks_with_empty_shards(network):
     assert totals.examples == 4 and np.isfinite(totals.loss)
 
 
-def test_options_that_do_not_fit_the_devices_or_the_strategy_are_refused():
-    for name, all_reduce, told in [
-        ("single", "auto", "one device"),
-        ("sharded", "ring", "strategy sharded must be one of auto, got ring"),
-        ("mirrored", "nccl", "needs GPUs"),
-    ]:
-        with pytest.raises(ValueError, match=told):
-            load_strategy_class(name)(CPUS[:2], all_reduce=all_reduce)
+def test_devices_and_options_that_do_not_fit_the_strategy_are_refused():
+    with pytest.raises(ValueError, match="needs one device, got 2"):
+        load_strategy_class("single")(CPUS[:2])
+    with pytest.raises(ValueError, match="strategy sharded must be one of auto, got ring"):
+        load_strategy_class("sharded")(CPUS[:2], all_reduce="ring")
