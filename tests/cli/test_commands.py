@@ -179,8 +179,6 @@ def test_generated_images_simulated_gpus_and_a_fault_say_so_where_one_looks(
     told = f"injected fault: {fault}; the result is wrong on purpose"
     expected = {told, TIMING_CAVEAT, DATASET_CAVEATS["synthetic"]}
     assert {*Page(out / "report.html").paragraphs("caveat")} == expected
-    honest = run_here(*command)
-    assert honest.returncode == 4 and "inject" in honest.stderr
 
 
 def test_a_bug_leaves_its_traceback_in_the_log(tmp_path, monkeypatch):
