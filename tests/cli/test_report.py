@@ -31,11 +31,6 @@ def report(*directories, out=None):
     return Page(out)
 
 
-@pytest.fixture
-def no_figures(monkeypatch):
-    monkeypatch.setattr(plots, "render", lambda figure, suffix: b"<svg/>")
-
-
 def test_a_page_asks_for_nothing_and_hostile_names_are_text(tmp_path):
     config = {"model": HOSTILE, "strategy": HOSTILE}
     write_training(tmp_path / HOSTILE, config=config, versions={HOSTILE: HOSTILE})
@@ -64,8 +59,8 @@ def test_a_report_imports_no_tensorflow(tmp_path):
     assert (tmp_path / "run" / REPORT_FILE).exists()
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_which_records_a_page_is_made_of(tmp_path):
+def test_which_records_a_page_is_made_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "render", lambda figure, suffix: b"<svg/>")
     names = "single", "manual", "mirrored"
     write_config(tmp_path / "c", "compare", strategies=list(names))
     write_json(tmp_path / "c" / "compare.json", {"pairs": []})
