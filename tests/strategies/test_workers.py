@@ -18,14 +18,9 @@ pytestmark = pytest.mark.parity  # The workers have TensorFlow's optimizer, too.
 def work(channel, config, run_dir):
     """Runs in each worker: one start of TensorFlow for all that is asked of them."""
     devices = setup.set_up(config)
-    workers = devices.workers
-    said = talk(workers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "leave", lambda: None)  # Not before all has been said.
-        epochs, strategy = train(config, devices, run_dir if workers.is_chief else None)
-    told = hand_around(strategy)
-    workers.leave()
-    return said, epochs, told
+    said, normalised = talk(devices.workers), normalise(devices)
+    # In the end, a training waits for all workers.
+    return said, normalised, train(config, devices, run_dir if devices.workers.is_chief else None)
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +31,29 @@ def per_worker(tmp_path_factory):
 
 
 def train(config, devices, run_dir):
-    """Trains with BatchNorm; returns the epochs, without their times, and the strategy."""
+    """Trains a dense layer; returns the epochs, without their times."""
     from app.training import loop
     from app.training.build import TrainingRun
     from models import MODELS
     from tests.conftest import generated
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "lenet", "tests.dense_network:build_conv_norm_network")
+        patch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
         patch.setattr(loop, "plot_accuracy", lambda *arguments: None)
         run = TrainingRun(config, devices, generated(50, 30))
         epochs = loop.TrainingLoop(run, run_dir).run()
-    epochs = [dataclasses.replace(each, epoch_sec=0.0, evaluation_sec=0.0) for each in epochs]
-    return epochs, run.strategy
+    return [dataclasses.replace(each, epoch_sec=0.0, evaluation_sec=0.0) for each in epochs]
+
+
+def test_workers_train_like_one_process(per_worker, tmp_path):
+    from tests.conftest import CPUS
+
+    devices = setup.Devices(CPUS[:2], simulated=True)
+    expected = train(Config.of(strategy="manual", **OPTIONS), devices, tmp_path)
+    assert [each.step for each in expected] == [3, 6]
+    assert per_worker[0][2] == expected
+    for own, each in zip(per_worker[1][2], expected, strict=True):
+        assert own == dataclasses.replace(each, weights_sha256="")  # The chief writes.
 
 
 def talk(workers):
@@ -67,40 +72,42 @@ def test_workers_talk(per_worker):
         assert said == {"long": long, "largest": [1.0, 0.0, 1.1], "items": items}
 
 
-def hand_around(strategy):
-    """Hands the state around that a training has left."""
+def normalise(devices):
+    """Trains with BatchNorm, and hands its statistics around."""
     from app.errors import ReplicaDivergenceError
     from app.training.checks import check_copies
+    from strategies import load_strategy_class
+    from tests.small_models import deep_norm_network, momentum_sgd, seeded
+    from tests.strategies.walks import NUM_STEPS, batches
 
-    is_chief = strategy.workers.is_chief
+    strategy = load_strategy_class("multi_worker")(devices.names, workers=devices.workers)
+    strategy.build(seeded(deep_norm_network), momentum_sgd)
+    strategy.train_steps(batches(strategy), NUM_STEPS)
     own, state = strategy.states.per_shard_statistics(), strategy.state()
+    check_copies(strategy)
     strategy.load_state(state)
     averaged = strategy.states.per_shard_statistics()
-    strategy.states.broadcast(own if is_chief else [])
+    strategy.states.broadcast(own if devices.workers.is_chief else [])
     given_back = strategy.states.per_shard_statistics()
-    if not is_chief:
+    if not devices.workers.is_chief:
         strategy.load_state({name: array + 1 for name, array in state.items()})
     with pytest.raises(ReplicaDivergenceError, match="differs from replica 0"):
         check_copies(strategy)
     strategy.states.broadcast()
-    return own, averaged, given_back, strategy.state()
+    return own, state, averaged, given_back, strategy.state()
 
 
-def test_workers_train_like_one_process(per_worker, tmp_path):
+def test_batch_norm_is_that_of_one_machine(per_worker):
     # Not at the top: a worker imports TensorFlow in `set_up`.
-    from tests.conftest import CPUS
-    from tests.strategies.walks import assert_same_bits
+    from tests.small_models import deep_norm_network, momentum_sgd
+    from tests.strategies.walks import Training, assert_close, assert_same_bits, walk
 
-    devices = setup.Devices(CPUS[:2], simulated=True)
-    expected, strategy = train(Config.of(strategy="manual", **OPTIONS), devices, tmp_path)
-    assert [each.step for each in expected] == [3, 6]
-    statistics = strategy.states.per_shard_statistics()
-    assert len(statistics) == 2
-    for *_, (own, averaged, given_back, state) in per_worker:
-        np.testing.assert_equal(own, statistics)
-        np.testing.assert_equal(given_back, statistics)
+    expected = walk(Training("manual", 2, deep_norm_network, momentum_sgd))
+    for _, (own, state, averaged, given_back, shared), _ in per_worker:
         assert averaged == []
-        assert_same_bits(state, per_worker[0][2][-1])
-    assert per_worker[0][1] == expected
-    for own, each in zip(per_worker[1][1], expected, strict=True):
-        assert own == dataclasses.replace(each, weights_sha256="")  # The chief writes.
+        np.testing.assert_equal(given_back, own)
+        for arrays, others in zip(own, expected.statistics[-1], strict=True):
+            for array, other in zip(arrays, others, strict=True):
+                np.testing.assert_allclose(array, other, rtol=1e-6)
+        assert_close(state, expected.states[-1], 1e-5)
+        assert_same_bits(shared, per_worker[0][1][-1])
