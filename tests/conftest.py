@@ -162,6 +162,18 @@ def no_gpu(monkeypatch):
     )
 
 
+@pytest.fixture
+def no_data(monkeypatch):
+    """A machine without Fashion-MNIST and without a network."""
+
+    def refuse():
+        raise OSError("Network is unreachable")
+
+    monkeypatch.delenv("FASHION_MNIST_DIR", raising=False)
+    monkeypatch.setenv("TFDS_DATA_DIR", "tfds")
+    monkeypatch.setattr("app.data.fashion_mnist.check_connection", refuse)
+
+
 @pytest.fixture(scope="session")
 def small_program(tmp_path_factory):
     """A copy of the program that trains a dense layer in place of LeNet, on few images."""

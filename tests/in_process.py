@@ -33,8 +33,8 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
     with (
         restored_process(),
         threads_as_processes() as patch,
-        contextlib.redirect_stdout(_Captured()) as stdout,
-        contextlib.redirect_stderr(_Captured()) as stderr,
+        contextlib.redirect_stdout(Captured()) as stdout,
+        contextlib.redirect_stderr(Captured()) as stderr,
     ):
         for name, value in (env or {}).items():
             patch.setenv(name, value)
@@ -79,7 +79,7 @@ def close_log():
         handler.close()
 
 
-class _Captured(io.TextIOWrapper):
+class Captured(io.TextIOWrapper):
     """A stream with an encoding, like that of a process."""
 
     def __init__(self):

@@ -32,7 +32,7 @@ def deep_network():
 
 
 def scaled(network):
-    """Puts a layer before a network that scales bytes."""
+    """Puts the scaling of a recipe before a network that takes numbers from 0 to 1."""
     images = keras.Input(IMAGE_SHAPE, dtype="uint8")
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
@@ -40,6 +40,14 @@ def scaled(network):
 def deep_norm_network():
     """Builds a network with BatchNorm, for tests of the split into shards."""
     return scaled(build_conv_norm_network(**SHAPES))
+
+
+def lenet():
+    return scaled(build_network("lenet"))
+
+
+def resnet18():
+    return scaled(build_network("resnet18"))
 
 
 def small_resnet():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -162,23 +163,20 @@ else:
     wrong = {"replicas": 2, "reduce": None}
     test_same_training.record(**(wrong if "WORLD_SIZE" in os.environ else {}))
 """
-COMMANDS = {
-    "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
-    "torchrun": '#!/bin/sh\nshift\nWORLD_SIZE=2 exec python "$@"\n',
-}
+TORCHRUN = '#!/bin/sh\nshift\nWORLD_SIZE=2 exec python "$@"\n'
 
 
 @pytest.fixture
 def run_in_folder(tmp_path):
-    """Runs a line of a shell in a folder with that script, `torchrun` and `python`."""
+    """Runs a line of a shell in a folder with that script and `torchrun`."""
     (tmp_path / "train.py").write_text(RECORDED, encoding="utf-8")
     (tmp_path / "bin").mkdir()
-    for name, text in COMMANDS.items():
-        (tmp_path / "bin" / name).write_text(text, encoding="utf-8")
-        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "torchrun").write_text(TORCHRUN, encoding="utf-8")
+    (tmp_path / "bin" / "torchrun").chmod(0o755)
+    folders = tmp_path / "bin", pathlib.Path(sys.executable).parent  # Of this Python.
 
     def run_line(line, **environment):
-        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        path = ":".join([*map(str, folders), os.environ["PATH"]])
         return subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", line], cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **environment},

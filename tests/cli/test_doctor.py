@@ -1,28 +1,16 @@
 """`doctor`: what it finds out about machine, data, output and TensorFlow, and advises."""
 
-import importlib.metadata
 import os
 import shlex
 
 import pytest
 
 from app.commands import doctor
-from app.data import fashion_mnist
 from app.options import parse_command_line
 from tests.conftest import run_main
 from tests.in_process import run_here, run_here_ok
 
-
-@pytest.fixture(autouse=True)
-def _places(tmp_path, monkeypatch):
-    """No data and no server, unless a test says otherwise."""
-
-    def refuse(*arguments, **options):
-        raise OSError("Network is unreachable")
-
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
-    monkeypatch.delenv("FASHION_MNIST_DIR", raising=False)
-    monkeypatch.setattr(fashion_mnist, "check_connection", refuse)
+pytestmark = pytest.mark.usefixtures("no_data")
 
 
 @pytest.fixture
@@ -64,18 +52,13 @@ def test_a_directory_that_cannot_be_used_is_an_error_with_another_one_to_use(exa
     assert any(word.startswith("--out=") for word in check_line(line))
 
 
-def test_packages_are_compared_with_their_pins(examined, monkeypatch):
-    real, found = importlib.metadata.version, {"numpy": "0.1"}
-
-    def find_version(name):
-        if found.get(name, "") is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found.get(name) or real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", find_version)
+def test_packages_are_compared_with_their_pins(examined, monkeypatch, tmp_path_factory):
+    pins = tmp_path_factory.mktemp("pins") / "requirements.txt"
+    monkeypatch.setattr(doctor, "REQUIREMENTS", pins)
+    pins.write_text("numpy==0.1\n")
     result, _ = examined("--dataset=synthetic")
     assert result.returncode == 0 and "! versions" in result.stdout
-    found["numpy"] = None
+    pins.write_text("no-such-package==0.1\n")
     result, line = examined("--dataset=synthetic")
     assert result.returncode == 6 and "is not installed; " in result.stderr
     assert "pip install -r" in line

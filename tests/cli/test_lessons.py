@@ -5,15 +5,15 @@ import importlib
 import re
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.fashion_mnist import IMAGE_SHAPE, NUM_CLASSES
 from app.training.recipes import find_recipe
-from models import load_model_builder
 from strategies.manual import ManualStrategy
-from tests.conftest import CPUS, ROOT, assert_ok, generated, idx_files, run_python
+from tests.conftest import CPUS, ROOT, assert_ok, idx_files, run_python
+from tests.small_models import lenet
 from tests.verifier.recorder_scripts import needs, run_script
 
 NUM_EXAMPLES = 16 * 12 - 5  # Batches of 16; the last one is short.
@@ -28,22 +28,21 @@ def load():
 
 
 @pytest.fixture(scope="module")
-def data():
-    images = generated(NUM_EXAMPLES, 100)
-    train = images.train_images, images.train_labels.astype(np.int32)
-    return train, (images.test_images, images.test_labels)
+def data(load, tmp_path_factory):
+    """The images of a folder, as a lesson reads them: train and test."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, content in idx_files(NUM_EXAMPLES, 100).items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASHION_MNIST_DIR", str(folder))
+        return load("data_parallel").load_data()
 
 
 def train_in_the_program(dataset, values, num_replicas):
     """Trains with the strategy `manual`, from these weights; returns the weights of all copies."""
-    recipe = find_recipe("d2l", "lenet")
+    rate = find_recipe("d2l", "lenet").peak_learning_rate
     strategy = ManualStrategy(CPUS[:num_replicas])
-    strategy.build(
-        lambda: recipe.build_model(
-            load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0
-        ),
-        lambda: recipe.create_optimizer(recipe.peak_learning_rate, len(dataset)),
-    )
+    strategy.build(lenet, lambda: keras.optimizers.SGD(rate))
     for replica in strategy.replicas:
         for weight, value in zip(replica.model.trainable_variables, values, strict=True):
             weight.assign(value)
@@ -95,17 +94,6 @@ def test_the_wrong_all_reduce_leaves_each_device_but_the_first_another_gradient(
     assert max(apart[0]) < 1e-6 and apart[1][0] < 1e-6 and min(apart[1][1:]) > 1e-3
 
 
-def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path):
-    files = idx_files(30, 10)
-    for name, content in files.items():
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
-    monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
-    arrays = [array for pair in load("data_parallel").load_data() for array in pair]
-    for array, content in zip(arrays, files.values(), strict=True):
-        header = 16 if array.ndim == 4 else 8
-        np.testing.assert_array_equal(array.ravel(), np.frombuffer(content, np.uint8)[header:])
-
-
 def test_three_ways_train_like_one_device(load, data, monkeypatch, capsys):
     lesson = load("three_ways")
     monkeypatch.setattr(lesson, "NUM_STEPS", 3)
@@ -150,12 +138,9 @@ def test_pmap_and_vmap_compute_the_same_gradients():
 
 @pytest.mark.slow
 @needs("jax")
-def test_steps_return_before_they_are_computed():
+def test_waiting_changes_no_weight():
     done = assert_ok(run_script("jax", ROOT / "examples" / "without_waiting.py"))
-    *ways, same = done.stdout.splitlines()
-    (returned, there), (waited, last), _ = (re.findall(r"\d+\.\d", line) for line in ways)
-    assert float(returned) < float(there) / 2 and float(waited) > float(last) * 0.9
-    assert same == "same weights: True"
+    assert done.stdout.splitlines()[-1] == "same weights: True"
 
 
 @pytest.mark.slow

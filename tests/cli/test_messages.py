@@ -19,7 +19,6 @@ import shutil
 
 import pytest
 
-from app.data import fashion_mnist
 from app.data.fashion_mnist import SHA256
 from tests.conftest import ROOT, idx_files, make_small
 from tests.in_process import run_here, run_here_ok
@@ -41,17 +40,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _machine(folder, monkeypatch, no_gpu):
+def _machine(folder, monkeypatch, no_gpu, no_data):
     """A machine with the files of the folder, without GPUs, network and other data."""
-
-    def refuse():
-        raise OSError("Network is unreachable")
-
     monkeypatch.chdir(folder)
     make_small(monkeypatch, num_train=30, num_test=10)
-    monkeypatch.delenv("FASHION_MNIST_DIR", raising=False)
-    monkeypatch.setenv("TFDS_DATA_DIR", "tfds")
-    monkeypatch.setattr(fashion_mnist, "check_connection", refuse)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +116,11 @@ def _write_runs(path):
     for name, changes in others.items():
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps({**config, **changes}))
-    for name in ("damaged", "truncated"):
+    (path / "compared" / "compare.json").write_text("{}")
+    for name in ("damaged", "truncated", "edited"):
         shutil.copytree(path / "finished", path / name)
     (damaged,) = (path / "damaged").rglob("*.safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
     (path / "truncated" / "summary.json").write_text("")
+    summary = json.loads((path / "edited" / "summary.json").read_text())
+    (path / "edited" / "summary.json").write_text(json.dumps({**summary, "devices": -1.5}))

@@ -1,4 +1,4 @@
-"""What workers say to each other, and that their parts of a batch are disjoint and complete."""
+"""What workers say to each other, and that they train like one process."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parity  # The workers have TensorFlow's optimizer, too.
 def work(channel, config, run_dir):
     """Runs in each worker: one start of TensorFlow for all that is asked of them."""
     devices = setup.set_up(config)
-    said, normalised = talk(devices), normalise(devices)
+    said, normalised = talk(devices.workers), normalise(devices)
     # In the end, a training waits for all workers.
     return said, normalised, train(config, devices, run_dir if devices.workers.is_chief else None)
 
@@ -56,73 +56,20 @@ def test_workers_train_like_one_process(per_worker, tmp_path):
         assert own == dataclasses.replace(each, weights_sha256="")  # The chief writes.
 
 
-def talk(devices):
-    """Every kind of message, and the shards of three batches."""
-    import tensorflow as tf
-
-    from strategies import load_strategy_class
-
-    workers, index = devices.workers, devices.workers.index
-    said = {
-        "short": workers.gather(f"worker {index}".encode()),
-        "long": [len(text) for text in workers.gather(b"x" * 3000 * index)],
-        "chief": workers.broadcast(b"from the chief" if index == 0 else b"ignored"),
-        "nothing": workers.broadcast(),
+def talk(workers):
+    """What is not noticed by a training: messages of other lengths, times, items of a worker."""
+    index = workers.index
+    return {
+        "long": workers.gather(b"x" * 3000 * index),
         "largest": workers.all_reduce_max(index, -index, 0.1 + index),
-        "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
+        "items": workers.local_range(6),
     }
-    strategy = load_strategy_class("multi_worker")(devices.names, workers=workers)
-    images = np.zeros((50, 28, 28, 1), np.uint8)
-    images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.
-    dataset = tf.data.Dataset.from_tensor_slices((images, np.zeros(50, np.int32)))
-    iterator = strategy.distribute(dataset.batch(20).repeat())
-
-    @tf.function
-    def shards():
-        kept = strategy.tf_strategy.run(lambda images, *_: images[:, 0, 0, 0], args=next(iterator))
-        return strategy.tf_strategy.experimental_local_results(kept)
-
-    seen = [[shard.numpy().tolist() for shard in shards()] for _ in range(3)]
-    return said, list(strategy.local_shard_ids), seen
 
 
-def test_workers_talk_and_split_every_batch(per_worker):
-    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, *_ in per_worker)
-    assert (ids, other_ids) == ([0], [1])
-    for said in (chief, other):
-        for index, (floats, numbers) in enumerate(said.pop("arrays")):
-            np.testing.assert_array_equal(floats, np.full((2, 3), index, np.float32), strict=True)
-            np.testing.assert_array_equal(numbers, np.int64([index]), strict=True)
-        assert said == {
-            "short": [b"worker 0", b"worker 1"], "long": [0, 3000],
-            "chief": b"from the chief", "nothing": b"", "largest": [1.0, 0.0, 1.1],
-        }  # fmt: skip
-    # In the order of one device: the shards of a batch, one replica after another, are the batch.
-    for step, (first, second) in enumerate(zip(seen, other_seen, strict=True)):
-        batch = [example for shard in (*first, *second) for example in shard]
-        assert batch == list(range(20 * step, min(20 * step + 20, 50)))
-
-
-def train_with_batch_norm(strategy):
-    """Makes three steps of a model with BatchNorm; the same in a worker as on one machine."""
-    import keras
-    import tensorflow as tf
-
-    def model_fn():
-        keras.utils.set_random_seed(7)
-        images = keras.Input((28, 28, 1), dtype="uint8")
-        flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(images))
-        normalised = keras.layers.BatchNormalization(name="norm")(flat)
-        return keras.Model(images, keras.layers.Dense(10, name="logits")(normalised))
-
-    strategy.build(model_fn, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28, 1), dtype=np.uint8)
-    dataset = tf.data.Dataset.from_tensor_slices((pixels, np.arange(60, dtype=np.int32) % 10))
-    totals = strategy.train_steps(strategy.distribute(dataset.batch(20).repeat()), 3)
-    own = strategy.states.per_shard_statistics()
-    state = strategy.state()
-    evaluated = strategy.evaluate(dataset.batch(25))
-    return tuple(totals), own, state, tuple(evaluated)
+def test_workers_talk(per_worker):
+    for (said, *_), items in zip(per_worker, (range(3), range(3, 6)), strict=True):
+        long = [b"", b"x" * 3000]
+        assert said == {"long": long, "largest": [1.0, 0.0, 1.1], "items": items}
 
 
 def normalise(devices):
@@ -130,10 +77,13 @@ def normalise(devices):
     from app.errors import ReplicaDivergenceError
     from app.training.checks import check_copies
     from strategies import load_strategy_class
+    from tests.small_models import deep_norm_network, momentum_sgd, seeded
+    from tests.strategies.walks import NUM_STEPS, batches
 
     strategy = load_strategy_class("multi_worker")(devices.names, workers=devices.workers)
-    results = train_with_batch_norm(strategy)
-    own, state = results[1], results[2]
+    strategy.build(seeded(deep_norm_network), momentum_sgd)
+    strategy.train_steps(batches(strategy), NUM_STEPS)
+    own, state = strategy.states.per_shard_statistics(), strategy.state()
     check_copies(strategy)
     strategy.load_state(state)
     averaged = strategy.states.per_shard_statistics()
@@ -144,35 +94,20 @@ def normalise(devices):
     with pytest.raises(ReplicaDivergenceError, match="differs from replica 0"):
         check_copies(strategy)
     strategy.states.broadcast()
-    return *results, averaged, given_back, strategy.state()
+    return own, state, averaged, given_back, strategy.state()
 
 
-def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
+def test_batch_norm_is_that_of_one_machine(per_worker):
     # Not at the top: a worker imports TensorFlow in `set_up`.
-    from strategies import load_strategy_class
-    from tests.conftest import CPUS
-    from tests.strategies.walks import assert_same_bits
+    from tests.small_models import deep_norm_network, momentum_sgd
+    from tests.strategies.walks import Training, assert_close, assert_same_bits, walk
 
-    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS[:2]))
-    for _, results, _ in per_worker:
-        totals, own, state, evaluated, averaged, given_back, shared = results
-        assert len(own) == len(given_back) == 2 and averaged == []
-        assert totals[1:] == expected[0][1:] and totals[2] == 60
-        assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
-        assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
-        assert_same_bits(shared, per_worker[0][1][-1])
-        for replica, arrays in enumerate(own):
-            copies = arrays, given_back[replica], expected[1][replica]
-            for array, copy, other in zip(*copies, strict=True):
-                np.testing.assert_array_equal(copy, array)
+    expected = walk(Training("manual", 2, deep_norm_network, momentum_sgd))
+    for _, (own, state, averaged, given_back, shared), _ in per_worker:
+        assert averaged == []
+        np.testing.assert_equal(given_back, own)
+        for arrays, others in zip(own, expected.statistics[-1], strict=True):
+            for array, other in zip(arrays, others, strict=True):
                 np.testing.assert_allclose(array, other, rtol=1e-6)
-        for array, other in zip(state.values(), expected[2].values(), strict=True):
-            np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_worker_has_consecutive_items():
-    from strategies.base import Workers
-
-    workers = Workers()
-    workers.index, workers.count = 1, 2
-    assert workers.local_range(6) == range(3, 6)
+        assert_close(state, expected.states[-1], 1e-5)
+        assert_same_bits(shared, per_worker[0][1][-1])

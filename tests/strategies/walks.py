@@ -4,6 +4,7 @@ One training answers every question about a strategy: parity, evaluation, readin
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -24,22 +25,16 @@ ROUNDING = 2e-6
 class Training(NamedTuple):
     strategy: str
     num_devices: int
-    network: object
-    optimizer: object
-    policy: str
-    options: tuple
+    network: Callable = deep_network
+    optimizer: Callable | None = None
+    policy: str = "float32"
+    label_smoothing: float = 0.0
+    all_reduce: str = "auto"
+    batch_norm: str = "average"
 
     def __str__(self):
-        options = [f"{key}={value}" for key, value in self.options]
-        return "-".join(
-            [self.strategy, str(self.num_devices), self.network.__name__, self.policy, *options]
-        )
-
-
-def training(
-    strategy, num_devices, network=deep_network, optimizer=None, policy="float32", **options
-):
-    return Training(strategy, num_devices, network, optimizer, policy, tuple(options.items()))
+        shown = [getattr(value, "__name__", value) for value in self]
+        return "-".join(str(value) for value in shown if value)
 
 
 class Walk(NamedTuple):
@@ -70,7 +65,10 @@ def walk(wanted):
     """Trains, or returns the training that has been made."""
     keras.config.set_dtype_policy(wanted.policy)
     try:
-        strategy = create(*wanted[:4], **dict(wanted.options))
+        strategy = create(
+            *wanted[:4], label_smoothing=wanted.label_smoothing, all_reduce=wanted.all_reduce,
+            batch_norm=wanted.batch_norm,
+        )  # fmt: skip
         iterator, losses = batches(strategy), []
         states, statistics = [strategy.state()], [[]]
         for _ in range(NUM_STEPS):
