@@ -1,11 +1,11 @@
 """What is changed in a training of `Script`: its functions, its settings, its recorded arrays."""
 
+import copy
 import functools
-import types
 
 import numpy as np
 
-from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, SEED, STATE, STATISTIC, WEIGHT, Variable
+from lockstep.data.trace import STATE, WEIGHT, Variable
 from tests.verifier.trainer import (
     FEATURES,
     NUM_EXAMPLES,
@@ -114,7 +114,6 @@ def in_16_bits(array):
     return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
-MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
 # As PyTorch records it: the optimizer's state does not exist before the first update.
 WITHOUT_GRADIENTS = without("raw sums clipped")
 
@@ -124,10 +123,6 @@ WITHOUT_GRADIENTS = without("raw sums clipped")
 def three_quarters(rows, replica, count):
     size = 3 * len(rows) // 4
     return rows[:size] if replica == 0 else rows[size:]
-
-
-def all_on_second(rows, replica, count):
-    return rows if replica == 1 else rows[:0]
 
 
 def whole_batch(rows, replica, count):
@@ -176,7 +171,7 @@ def of_shards(script):
 # --- Outputs and loss ----------------------------------------------------------------------------
 
 
-def with_outputs(order, **changes):
+def with_outputs(order):
     """A model with its features in an order, whose outputs and their gradients are recorded."""
 
     def add_outputs(script):
@@ -188,15 +183,7 @@ def with_outputs(order, **changes):
             script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
             script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
 
-    return {"edit": add_outputs, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
-
-
-@option
-def differentiated(script, by=1):
-    """A loss that a step differentiates, and does not report, times a factor."""
-    for name in names(script, "loss"):
-        loss = script.arrays.pop(name)
-        script.arrays[name.replace("loss", "objective")] = np.float32(by) * loss
+    return {"edit": add_outputs, "inputs": lambda x: x[:, order]}
 
 
 # --- Gradients -----------------------------------------------------------------------------------
@@ -204,11 +191,6 @@ def differentiated(script, by=1):
 
 def as_it_is(script, replica, gradients):
     return gradients
-
-
-def before_sum(change):
-    """Each gradient of a replica is changed."""
-    return {"gradient": lambda script, replica, gradients: [*map(change, gradients)]}
 
 
 def times_on(*factors):
@@ -329,18 +311,15 @@ def unclipped(script):
         script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
 
 
-def with_loss_scale(scale, clip, *calls):
-    """Gradients that are clipped, or not, while they are multiplied by the loss scale."""
-    about = {"calls": [["backward", *calls]] * 4, "loss_scale": [float(scale)] * 4}
-    return {"clip": lambda replica, g: [clip(np.float32(scale) * a) for a in g], "about": about,
-            **unclipped()}  # fmt: skip
-
-
 def by_value(scale=1, *calls):
-    def clip(gradient):
-        return np.clip(gradient, -0.05, 0.05) / np.float32(scale)
+    """Gradients that are clipped while they are multiplied by the loss scale."""
 
-    return with_loss_scale(scale, clip, "clip value 0.05", *calls)
+    def clip(replica, gradients):
+        return [np.clip(np.float32(scale) * g, -0.05, 0.05) / np.float32(scale) for g in gradients]
+
+    calls = ["backward", "clip value 0.05", *calls]
+    return {**unclipped(), "clip": clip,
+            "about": {"calls": [calls] * 4, "loss_scale": [float(scale)] * 4}}  # fmt: skip
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
@@ -366,15 +345,18 @@ TWO_OF_EACH = in_each_step(*(
 ))  # fmt: skip
 
 
+def changed(script, settings):
+    """Returns a copy of a script with other settings."""
+    own = copy.copy(script)
+    own.settings = script.settings | settings
+    return own
+
+
 def with_settings(**settings):
     """An update with other settings than those that are recorded."""
 
-    def update(script, weights, gradients, state):
-        changed = types.SimpleNamespace(
-            settings=script.settings | settings, decays_gradient=script.decays_gradient,
-            framework=script.framework,
-        )  # fmt: skip
-        UPDATES[script.optimizer](changed, weights, gradients, state)
+    def update(script, *arrays):
+        UPDATES[script.optimizer](changed(script, settings), *arrays)
 
     return {"update": update}
 
@@ -383,13 +365,7 @@ def with_mask(script, weights, gradients, state):
     """Adam or SGD without decay of the bias."""
     update, size = UPDATES[script.optimizer], len(state) // 2
     update(script, weights[:1], gradients[:1], state[:size])
-    own = types.SimpleNamespace(**{**vars(script), "settings": {**script.settings}})
-    own.settings["weight_decay"] = 0.0
-    update(own, weights[1:], gradients[1:], state[size:])
-
-
-def no_update(script, weights, gradients, state):
-    """Changes nothing."""
+    update(changed(script, {"weight_decay": 0.0}), weights[1:], gradients[1:], state[size:])
 
 
 def twice(script, weights, gradients, state):
@@ -404,8 +380,7 @@ def of_kernel_only(script, weights, gradients, state):
 def fused(script, weights, gradients, state):
     """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
     betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
-    script.settings = script.settings | betas
-    adam(script, weights, gradients, state)
+    adam(changed(script, betas), weights, gradients, state)
 
 
 FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32"}}
@@ -429,7 +404,7 @@ def in_modes(*off):
 DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
 JAX = {"about": {"framework": "jax", "layers": ()}}
 DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
-CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
+CLIPPED = {**JAX, "clip": clip}
 
 
 # --- Random numbers ------------------------------------------------------------------------------
@@ -465,57 +440,13 @@ def with_variable(variable, value_of):
     return {"edit": add, "more_variables": [variable]}
 
 
-@option
-def keys(script, of_step, own_of=None, devices=1):
-    """The keys of one program for all devices; in a replay, its own keys were replaced."""
-    if script.replay:
-        own_states(steps=(1, 2, 3, 4))["edit"](script)
-    for position, step, replica in places(script):
-        key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
-        if replica < devices:  # Those of the others are unknown.
-            script.arrays[f"{position}/random/{replica}/0"] = key.view(np.uint8)
-        script.arrays[f"{position}/before/{replica}/6"] = key
-        if script.replay:
-            script.arrays[f"{position}/replaced/{replica}/6"] = own
-
-
 # --- Further state -------------------------------------------------------------------------------
-
-
-def average(own=0.75, old=0.0, new=0.25):
-    """An average of the kernel, as if all steps before the first recorded one had averaged it."""
-
-    def add(script):
-        for position, _, replica in places(script):
-            value = script.arrays[f"1/before/{replica}/0"] + np.float32(0.1)
-            for earlier in range(2, position + 1):
-                start = script.arrays[f"{earlier}/before/{replica}/0"]
-                value = (0.75 * value + 0.25 * start).astype(np.float32)
-            before, after = (script.arrays[f"{position}/{x}/{replica}/0"]
-                             for x in ("before", "after"))  # fmt: skip
-            later = own * value + old * before + new * after
-            script.arrays[f"{position}/before/{replica}/6"] = value
-            script.arrays[f"{position}/after/{replica}/6"] = later.astype(np.float32)
-
-    return {"edit": add, "more_variables": [Variable("ema.dense/kernel", STATISTIC)]}
 
 
 def residuals(loaded_at=9):
     """Each replica has its own; from a step on, all have that of replica 0."""
     residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
     return with_variable(residual, lambda at, r, _: 1 + r * (at < loaded_at))
-
-
-VQ = {"name": "vq", "class": "VectorQuantizer", "weights": ["codes"]}
-
-
-def codes(far=0.0, drift=0.0, first=0.0):
-    """A codebook, which is no BatchNorm's, may change differently on a replica, or on both."""
-    variable = Variable("codes", STATISTIC)
-    given = with_variable(
-        variable, lambda at, r, later: at + later * (1 + drift + (far if r else first))
-    )
-    return {**given, "about": {"layers": (VQ,)}}
 
 
 def with_head(value_of):
@@ -586,12 +517,3 @@ def left(script, factor, replica=None):
         if replica in (None, r):
             kernel = script.arrays[f"{position}/after/{r}/0"]
             script.arrays[f"{position}/left/{r}/0"] = np.float32(factor) * kernel
-
-
-def silent():
-    """Replica 1 runs without a step, and replica 0 trains on the whole batch."""
-    own = without(" ".join((*OF_VARIABLES, *OF_GRADIENTS, "data", "loss", "random")), 1)
-    return {
-        **own, "shard": lambda rows, r, _: rows if r == 0 else rows[:0], "weighted": False,
-        "reduce": lambda sent: [sent[0] for _ in sent],
-    }  # fmt: skip

@@ -50,10 +50,7 @@ def sgd(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> 
     """Updates weights and momentum in place in float32, as `torch.optim.SGD` does."""
     s = script.settings
     for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        if script.decays_gradient:
-            gradient = gradient + np.float32(s["weight_decay"]) * weight
-        else:
-            weight -= np.float32(s["learning_rate"] * s["weight_decay"]) * weight
+        gradient = gradient + np.float32(s["weight_decay"]) * weight
         state[i][:] = np.float32(s["momentum"]) * state[i] + gradient
         ahead = gradient + np.float32(s["momentum"]) * state[i]
         weight -= np.float32(s["learning_rate"]) * (ahead if s["nesterov"] else state[i])
@@ -109,7 +106,6 @@ class Script:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
     initial_scale: float = 0.1
-    decays_gradient: bool = True
     replay: "Script | None" = None
     permute: int | None = None
     batch: Callable = batch_of
@@ -123,7 +119,6 @@ class Script:
     norm_momentum: float = 0.1
     unbiased: bool = False
     local_norm: bool = False
-    sums_loss: bool = False  # Instead of the mean over the examples.
     weighted: bool = True  # Replicas are weighted by their examples, as is correct.
     update: Callable | None = None
     edit: Callable = lambda script: None  # Changes the arrays of the recording.
@@ -181,13 +176,12 @@ class Script:
         for replica, shard in enumerate(shards):
             kernel, bias = states[replica][:2]
             wrong = x[replica] @ kernel + bias - targets[shard]
-            factor = len(shard) if self.sums_loss else 1
             share = len(shard) * self.replicas / len(rows) if self.weighted else 1
             size = max(wrong.size, 1)
-            scale = np.float32(2 * factor * share / size)
+            scale = np.float32(2 * share / size)
             own = [scale * (x[replica].T @ wrong), scale * wrong.sum(axis=0)]
             sent.append([g.astype(np.float32) for g in self.gradient(self, replica, own)])
-            losses.append([np.float32(factor * np.sum(wrong**2) / size)])
+            losses.append([np.float32(np.sum(wrong**2) / size)])
         sums = self.reduce(sent) if self.reduce else sent
         applied = [
             self.clip(replica, [array.copy() for array in sums[replica]])
