@@ -1,11 +1,14 @@
 """What is changed in a training of `Script`: its functions, its settings, its recorded arrays."""
 
 import copy
+import dataclasses
 import functools
+import itertools
+import types
 
 import numpy as np
 
-from lockstep.data.trace import STATE, WEIGHT, Variable
+from lockstep.data.trace import STATE, WEIGHT, Trace, Variable
 from tests.verifier.trainer import (
     FEATURES,
     NUM_EXAMPLES,
@@ -335,7 +338,6 @@ def in_each_step(*groups):
 
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
-RMSPROP = {"optimizer": "RMSprop"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 UNKNOWN, KERAS_ADAM = {"about": LION}, {**ADAM, "framework": "keras"}
 KERNEL_ONLY = in_each_step({"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]})
@@ -517,3 +519,19 @@ def left(script, factor, replica=None):
         if replica in (None, r):
             kernel = script.arrays[f"{position}/after/{r}/0"]
             script.arrays[f"{position}/left/{r}/0"] = np.float32(factor) * kernel
+
+
+# --- Ranks that compute one replica together -----------------------------------------------------
+
+
+def on_two_ranks(trace, views):
+    """Returns a trace as of two ranks of tensor parallelism; name of an array → that of each."""
+    about = dataclasses.replace(trace.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
+    found = Trace(about, trace.stored(), trace.name)
+    for position, kind in itertools.product(range(len(trace.steps)), ("before", "after")):
+        found.put(position, kind, 1, found.arrays(position, kind, 0))
+    found.views_of = {
+        name: {rank: types.SimpleNamespace(read=own.copy) for rank, own in enumerate(of_ranks)}
+        for name, of_ranks in views.items()
+    }
+    return found

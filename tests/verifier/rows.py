@@ -33,8 +33,6 @@ RIGHT = {
     "AMSGrad, which the recorder does not compute": (ADAM, settings(amsgrad=True)),
     "Adam of Keras": (KERAS_ADAM, {}),
     "fused Adam of a GPU in one": (ADAM, FUSED),
-    "RMSprop": (RMSPROP, {}),
-    "RMSprop without momentum": ({**RMSPROP, **settings(momentum=0.0, weight_decay=0.1)}, {}),
     "Nesterov": (settings(nesterov=True, weight_decay=0.1), {}),
     "plain SGD": (settings(momentum=0.0, weight_decay=0.01), {}),
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
@@ -238,8 +236,7 @@ WRONG = {  # What is said → the rows; their step, if it is not 0.
         "other epsilon": ({**KERAS_ADAM, **settings(epsilon=1e-4)},
             {"framework": "torch", **settings(epsilon=1e-8)}),
         "beta_2 of one replica": (ADAM, {"of_replica": {1: {"beta_2": 0.9}}}),
-        "momentum of RMSprop": (RMSPROP, settings(momentum=0.5), 1),
-        "centered RMSprop": (RMSPROP, settings(centered=True)),
+        "AMSGrad": ({**ADAM, **settings(amsgrad=False)}, settings(amsgrad=True)),
     },
     "update: other_weight_decay": {
         "decay": ({}, settings(weight_decay=0.1)),

@@ -1,14 +1,13 @@
 """Modules: the first wrong one is said, also of parts on ranks, and of networks of PyTorch."""
 
-import dataclasses
-import types
-
 import numpy as np
 import pytest
 
 from lockstep.data.trace import OF_MODULES, About, Trace, Variable
 from lockstep.engine import verify
 from lockstep.engine.verdict import FAULT
+
+from .changes import on_two_ranks
 
 NUM, WIDTH, CLASSES = 12, 6, 4
 MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
@@ -135,28 +134,20 @@ def test_the_first_wrong_module_is_said_with_its_pass(name):
 # --- Parts of arrays on the ranks of one replica -------------------------------------------------
 
 
-def on_two_ranks(wrong=None, **changes):
+def judged_in_parts(wrong=None, **changes):
     """Returns the verdict if ranks of tensor parallelism have parts of some arrays.
 
     Args:
         wrong: see `trained`.
         changes: kind → module → function that returns the arrays of both ranks.
     """
-    first, one = trained(), trained(wrong=wrong)
-    about = dataclasses.replace(one.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
-    second, views = Trace(about, one.stored(), "two.npz"), {}
-    for kind in ("before", "after"):
-        second.put(0, kind, 1, second.arrays(0, kind, 0))
+    second, views = trained(wrong=wrong), {}
     for kind, of_module in changes.items():
         for module, parts_of in of_module.items():
             name = f"1/{kind}/0/{MODULES.index(module)}"
-            parts = parts_of(second.stored()[name])
-            second.stored()[name] = parts[0]
-            views[name] = {
-                rank: types.SimpleNamespace(read=part.copy) for rank, part in enumerate(parts)
-            }
-    second.views_of = views
-    return verify(first, second)
+            views[name] = parts_of(second.stored()[name])
+            second.stored()[name] = views[name][0]
+    return verify(trained(), on_two_ranks(second, views))
 
 
 def columns(array):
@@ -202,6 +193,6 @@ ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_parts_of_arrays_of_modules_on_ranks(name):
     wrong, parts, module = ON_RANKS[name]
-    verdict = on_two_ranks(wrong, **parts)
+    verdict = judged_in_parts(wrong, **parts)
     assert (verdict.status == FAULT) == (module is not None), verdict
     assert module is None or verdict.place.module == module

@@ -15,10 +15,7 @@ NUM_EXAMPLES, BATCH, FEATURES, OUTPUTS = 40, 16, 12, 3
 STEPS_PER_EPOCH = 3  # Batches of 16, 16 and 8.
 WEIGHTS = ("dense/kernel", "dense/bias")
 NORM = "norm/moving_mean", "norm/moving_variance"
-SLOTS = {
-    "SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step"),
-    "RMSprop": ("square_avg", "momentum_buffer", "step"),
-}  # fmt: skip
+SLOTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step")}
 
 Arrays = list[np.ndarray]
 
@@ -73,20 +70,7 @@ def adam(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) ->
         weight -= rate * first / root
 
 
-def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    s = script.settings
-    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        square, velocity, number = state[3 * i : 3 * i + 3]
-        number += 1
-        gradient = gradient + np.float32(s["weight_decay"]) * weight
-        square[:] = np.float32(s["rho"]) * square + np.float32(1 - s["rho"]) * gradient**2
-        scaled = gradient / (np.sqrt(square) + np.float32(s["epsilon"]))
-        if s["momentum"]:
-            velocity[:] = np.float32(s["momentum"]) * velocity + scaled
-        weight -= np.float32(s["learning_rate"]) * (velocity if s["momentum"] else scaled)
-
-
-UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop}
+UPDATES = {"SGD": sgd, "Adam": adam}
 
 
 @dataclasses.dataclass
@@ -129,8 +113,6 @@ class Script:
         if self.optimizer == "Adam":
             given = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
             given["weight_decay"] = 0.0
-        if self.optimizer == "RMSprop":
-            given |= {"learning_rate": 0.01, "rho": 0.99, "epsilon": 1e-8, "centered": False}
         self.settings = given | self.settings
         self.states: dict[int, list[Arrays]] = {}  # Step → the state of each replica before it.
         self.arrays: dict[str, np.ndarray] = {}
