@@ -54,21 +54,12 @@ def lenet(framework, names=LENET):
     return trace(framework, *(variable for each in layers for variable in each))
 
 
-def residual(framework, order, separator):
-    """Returns two residual blocks, whose layers a framework has in its own order."""
-    found = []
-    for block in range(2):
-        for part in order.split():
-            name, seed = f"block{block}{separator}{part}", 20 * block + 5 * int(part[-1])
-            if part.startswith("conv"):
-                found += layer(framework, name, values((3, 3, 8, 8), seed))
-                continue
-            for number, end in enumerate(NORM[framework]):
-                kind = weight if number < 2 else statistic
-                found.append(kind(name + end, values((8,), seed + number)))
-            if framework == "torch":
-                found.append(statistic(f"{name}.num_batches_tracked", 7))
-    return trace(framework, *found)
+def norms(framework, *names):
+    """Returns normalisations in the order of a framework; their numbers are those of the names."""
+    return trace(framework, *(
+        (weight if place < 2 else statistic)(name + end, values((8,), 9 * int(name[-1]) + place))
+        for name in names for place, end in enumerate(NORM[framework])
+    ))  # fmt: skip
 
 
 def matched(first, second, names=None):
@@ -121,10 +112,9 @@ ALL = {  # Two traces, and one of the pairs; all variables have a partner.
         ("dec/bias", "decoder/b"),
     ),
     "numbers that start elsewhere": (jax_list(), jax_list(1), ("net/w1", "net/w2")),
-    "residual blocks": (
-        residual("keras", "conv1 norm1 conv2 norm2", "_"),
-        residual("torch", "conv1 conv2 norm1 norm2", "."),
-        ("block1_norm2/moving_variance", "block1.norm2.running_var"),
+    "normalisations": (
+        norms("keras", "a_norm1", "b_norm2"), norms("torch", "a.norm1", "b.norm2"),
+        ("b_norm2/moving_variance", "b.norm2.running_var"),
     ),
 }  # fmt: skip
 
@@ -161,14 +151,6 @@ SOME = {  # Two traces, the pairs, and the variables of both without a partner.
          weight("cell.weight_b", values((4, 6)).T, "OI")],
         [("x/kernel", "cell.weight_a"), ("y/kernel", "cell.weight_b")],
         "x/bias y/bias", "cell.bias",
-    ),
-    "other counts": (
-        [*(weight(f"dense{i}/kernel", w, "IO") for i, w in enumerate(SQUARE[:3])),
-         weight("out/kernel", values((6, 2)), "IO")],
-        [*(weight(f"fc{i}.weight", w.T, "OI") for i, w in enumerate(SQUARE[1:3])),
-         weight("head.weight", values((6, 2)).T, "OI")],
-        [("out/kernel", "head.weight")],
-        "dense0/kernel dense1/kernel dense2/kernel", "fc0.weight fc1.weight",
     ),
     "numbers that count other layers": (
         [weight(f"{i}/w", w, "IO") for i, w in enumerate(SQUARE[:3])],
