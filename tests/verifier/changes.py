@@ -86,31 +86,21 @@ def without(script, *place, **places):
         del script.arrays[name]
 
 
-def scaled(by, kinds, **places):
-    return edit(lambda array: np.float32(by) * array, kinds, **places)
-
-
-def in_rows(rows, change):
-    """Some rows of a kernel are changed."""
-
-    def changed(array):
-        array = array.copy()
-        if array.ndim == 2:
-            array[rows] = change(array[rows])
-        return array
-
-    return changed
+@option
+def times_element(script, factor, *place):
+    """Multiplies an element of an array: position, kind, replica, index."""
+    name = "/".join(map(str, place))
+    script.arrays[name] = script.arrays[name].copy()
+    script.arrays[name].flat[5] *= np.float32(factor)
 
 
 def flip(kind):
-    """One bit of the exponent, in one array of one step."""
+    """A bit of the exponent is another one, in an array of a step."""
+    return times_element(16, 2, kind, 1, 0)
 
-    def flipped(array):
-        bits = array.copy().reshape(-1).view(np.uint32)
-        bits[5 % bits.size] ^= 1 << 25
-        return bits.view(np.float32).reshape(array.shape)
 
-    return edit(flipped, kind, 1, 0, 2)
+def scaled(by, kinds, **places):
+    return edit(lambda array: np.float32(by) * array, kinds, **places)
 
 
 def in_16_bits(array):
@@ -270,17 +260,6 @@ def after_sum(change):
 SUMMED = after_sum(lambda array: 2 * array)
 
 
-def late():
-    """Returns a reduction that sends what ranks have computed in the step before."""
-    kept = []
-
-    def reduce(sent):
-        kept.append(sent)
-        return mean_of(kept[-2:][0])
-
-    return reduce
-
-
 def averaged_by_optimizer(factor):
     """The optimizer averages the gradients of the replicas itself, or sums them."""
 
@@ -391,10 +370,8 @@ FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32
 NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
 
 
-def layers(*settings, off=()):
-    """Layers of a script; those in evaluation mode in each of its steps."""
-    listed = [{"weights": [], **each} for each in settings]
-    return {"about": {"layers": listed, **({"in_evaluation": [list(off)] * 4} if off else {})}}
+def layers(*settings):
+    return {"about": {"layers": [{"weights": [], **each} for each in settings]}}
 
 
 def in_modes(*off):
@@ -476,16 +453,9 @@ def replaced(change, *indices):
     return own_states(lambda a, at, r, index: change(a) if index in indices else a, steps=(1,))
 
 
-def last_bits(*changed, times=1.0):
-    """The last bit of the last element changes in arrays `POSITION/REPLICA/INDEX`, or more."""
-
-    def change(array, *place):
-        own = array.copy()
-        if "/".join(map(str, place)) in changed:
-            own.ravel()[-1] = np.nextafter(own.ravel()[-1] * np.float32(times), np.float32(9))
-        return own
-
-    return own_states(change)
+def last_bits(*place):
+    """The last bits of an array change: position, replica, index."""
+    return own_states(lambda a, *own: np.nextafter(a, np.float32(9)) if own == place else a)
 
 
 REPLAYED = {"about": {"replayed": "one.npz"}}
