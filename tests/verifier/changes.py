@@ -10,14 +10,11 @@ import numpy as np
 
 from lockstep.data.trace import STATE, WEIGHT, Trace, Variable
 from tests.verifier.trainer import (
-    FEATURES,
-    NUM_EXAMPLES,
     UPDATES,
     WEIGHTS,
     Script,
     adam,
     batch_of,
-    examples,
     mean_of,
     sgd,
     split_evenly,
@@ -133,25 +130,6 @@ def padded(number, step=2):
     return {"batch": batch}
 
 
-def augmented(seed):
-    """Adds to each example numbers that its row, the step and a seed decide; notes the ids."""
-
-    def augment(step, rows, x):
-        return x + np.random.default_rng([seed, step]).normal(size=(NUM_EXAMPLES, FEATURES))[rows]
-
-    return {"augment": augment, "ids": np.asarray}
-
-
-def images(layout, stored=None):
-    """Channels last or first; a wrong layout is another order."""
-
-    def as_images(array):
-        x = array.reshape(-1, 2, 2, 3)
-        return x.transpose(0, 3, 1, 2) if (stored or layout) == "NCHW" else x
-
-    return edit(as_images, "data")
-
-
 @option
 def of_shards(script):
     """The reference computes each replica's part of the batch."""
@@ -159,24 +137,6 @@ def of_shards(script):
         count = len(script.arrays[name])
         second = split_evenly(np.arange(count), 1, 2)
         script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
-
-
-# --- Outputs and loss ----------------------------------------------------------------------------
-
-
-def with_outputs(order):
-    """A model with its features in an order, whose outputs and their gradients are recorded."""
-
-    def add_outputs(script):
-        for number, step, r in places(script):
-            x = script.arrays[f"{number}/data/{r}/0"]
-            kernel, bias = (script.arrays[f"{number}/before/{r}/{i}"] for i in range(2))
-            script.arrays[f"{number}/y_pred/{r}/0"] = outputs = x @ kernel + bias
-            wrong = outputs - examples()[1][split_evenly(batch_of(step), r, script.replicas)]
-            script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
-            script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
-
-    return {"edit": add_outputs, "inputs": lambda x: x[:, order]}
 
 
 # --- Gradients -----------------------------------------------------------------------------------
@@ -237,16 +197,6 @@ def unless_overflow(script, weights, gradients, state):
 
 
 OVERFLOW = {"gradient": overflow, "update": unless_overflow}
-
-
-@option
-def as_rows(script):
-    """The gradient of a table of which some rows are used, each twice."""
-    for name in names(script, "raw sums clipped", index=0):
-        array = script.arrays.pop(name)
-        script.arrays[f"{name}/values"] = np.concatenate([array / 2, array / 2])
-        script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
-        script.arrays[f"{name}/rows"] = np.array(len(array))
 
 
 # --- Sums ----------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ GPU = {"about": {"layers": (), "device": "cuda"}}
 GROUP = in_each_step({"weights": [*WEIGHTS]})
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
-USUAL, MIXED = np.arange(12), np.random.default_rng(0).permutation(12)
 
 RIGHT = {
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
@@ -48,8 +47,6 @@ RIGHT = {
         {"gradient": lambda s, r, g: [a + np.float32(1000 - 2000 * r) for a in g]}),
     "weighted shards": ({}, {"shard": three_quarters}),
     "an overflow that all skip": (OVERFLOW, {}),
-    "rows": ({}, as_rows()),
-    "no gradient is recorded": (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS),
     "gradients in float64": ({}, edit(np.double, "raw", index=0)),
     "other sums, which nothing uses": ({}, flip("sums")),
     "a weight after the update": (left(1.01), left(1.01)),
@@ -58,13 +55,9 @@ RIGHT = {
     # Clipping.
     "clipping after the sum": ({"clip": clip}, {}),
     "clipping by value": (by_value(), by_value()),
-    "zeros after the sum": (without_bias(0, 1), {}),
     # Data.
-    "layouts": (images("NHWC"), images("NCHW")),
     "scaled by the model": ({}, scaled(255, "data")),
-    "outputs": (with_outputs(USUAL), with_outputs(USUAL)),
     "a loss of other rounding": ({}, scaled(1 + 1e-6, "loss")),
-    "augmented in the same way": (augmented(0), augmented(0)),
     # Random numbers.
     "not drawn": (DROPOUT, random_states(lambda step, r: [step] * 4, 0)),
     "other states": (DROPOUT, random_states(of_each)),
@@ -87,10 +80,8 @@ RIGHT = {
     "kept states": ({}, own_states() | REPLAYED),
     "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED),
     "replayed from the first step": ({}, {**ONE, **resumed_from(0), **REPLAYED}),
-    "not loaded": ({}, not_loaded(("kernel/momentum",))),
     "a second optimizer": ({**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER,
         own_states(lambda a, at, r, index: a + np.float32(0.1 * (index == 6))))),
-    "both skip an update": (SKIPPED, {}),
 }  # fmt: skip
 
 WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0.
@@ -130,21 +121,13 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         {"steps": (4, 5)}, {"replicas": 3, **padded(1)}, 5),
     "others, before a larger batch": ("examples: other_examples",
         {}, {"inputs": lambda x: x**3, **padded(2, step=1)}),
-    "layout": ("examples: other_examples",
-        images("NHWC"), {**images("NHWC", "NCHW"), **times(1.5)}),
-    "other examples, by the ids": ("examples: other_examples",
-        augmented(0), {**augmented(1), "ids": lambda rows: rows + 50}),
     "padded in a full batch": ("examples: other_batch_size", {}, padded(2, step=1), 1),
     "the whole batch on both": ("examples: batch_not_split",
         {}, {"shard": whole_batch, "weighted": False}),
     "reshuffled": ("examples: not_reshuffled", {}, {"batch": lambda step: batch_of(step % 3)}, 3),
-    "augmented in another way": ("random: other_preprocessing", augmented(0), augmented(1)),
     "equal before replay": ("random: same_random_numbers",
         DROPOUT, random_states(of_each, own_of=lambda step, r: [step, 9])),
     "repeated": ("random: random_numbers_repeated", DROPOUT, random_states(lambda step, r: [r]), 1),
-    "features in another order, gradients of outputs in one": ("outputs: other_outputs",
-        {**with_outputs(USUAL), **both(with_outputs(USUAL), without("y_grad"))},
-        with_outputs(MIXED)),
     "evaluation mode in the second": ("outputs: inference_mode",
         in_modes(), {**NOISY, **in_modes("drop")}),
     "uneven": ("loss: mean_of_means", {}, {"shard": three_quarters, "weighted": False}),

@@ -95,8 +95,6 @@ class Script:
     batch: Callable = batch_of
     shard: Callable = split_evenly
     inputs: Callable = lambda x: x
-    augment: Callable = lambda step, rows, x: x
-    ids: Callable | None = None  # Of rows: what the script notes.
     gradient: Callable = lambda script, replica, gradients: gradients
     reduce: Callable | None = mean_of
     clip: Callable = lambda replica, gradients: gradients
@@ -150,10 +148,7 @@ class Script:
         if self.permute is not None:
             generator = np.random.default_rng(self.permute)
             shards = [generator.permutation(shard) for shard in shards]
-        x = [
-            self.augment(step, shard, self.inputs(inputs[shard])).astype(np.float32)
-            for shard in shards
-        ]
+        x = [self.inputs(inputs[shard]) for shard in shards]
         sent, losses = [], []
         for replica, shard in enumerate(shards):
             kernel, bias = states[replica][:2]
@@ -181,8 +176,6 @@ class Script:
                 ("sums", sums), ("clipped", applied),
             ):  # fmt: skip
                 self._keep(step, kind, arrays)
-            if self.ids:
-                self._keep(step, "ids", [[self.ids(shard)] for shard in shards])
 
     def _normalise(self, x: list[np.ndarray], states: list[Arrays]) -> None:
         """Updates the moving statistics with those of the batch, or of each replica's part."""
