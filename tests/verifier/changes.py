@@ -139,6 +139,20 @@ def of_shards(script):
         script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
 
 
+# --- Outputs -------------------------------------------------------------------------------------
+
+
+@option
+def acting(script, slope):
+    """Before its step the model acts on observations of all replicas, which the loss may use."""
+    seen = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for name in names(script, "data", index=0):
+        for index, (x, by) in enumerate([(seen, slope), (script.arrays[name], 1)]):
+            of_pass = {"data": x, "y_pred": x + 9, "y_grad": by * np.ones_like(x)}
+            for kind, array in of_pass.items():
+                script.arrays[name.replace("data", kind)[:-1] + str(index)] = array
+
+
 # --- Gradients -----------------------------------------------------------------------------------
 
 
@@ -234,24 +248,6 @@ def clip(replica, gradients):
 
 def without_bias(*replicas):
     return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
-
-
-@option
-def unclipped(script):
-    """The gradients before clipping, which are the sums."""
-    for name in names(script, "sums"):
-        script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
-
-
-def by_value(scale=1, *calls):
-    """Gradients that are clipped while they are multiplied by the loss scale."""
-
-    def clip(replica, gradients):
-        return [np.clip(np.float32(scale) * g, -0.05, 0.05) / np.float32(scale) for g in gradients]
-
-    calls = ["backward", "clip value 0.05", *calls]
-    return {**unclipped(), "clip": clip,
-            "about": {"calls": [calls] * 4, "loss_scale": [float(scale)] * 4}}  # fmt: skip
 
 
 # --- Optimizers ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates betw
 # Without BatchNorm, behind which units may turn over.
 IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}
 GPU = {"about": {"layers": (), "device": "cuda"}}
+TWO_PASSES = {"about": {"micro_batches": (2,) * 4}}
 GROUP = in_each_step({"weights": [*WEIGHTS]})
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
@@ -54,7 +55,6 @@ RIGHT = {
     "units that turn over on a GPU": (GPU, moved(5e-4)),
     # Clipping.
     "clipping after the sum": ({"clip": clip}, {}),
-    "clipping by value": (by_value(), by_value()),
     # Data.
     "scaled by the model": ({}, scaled(255, "data")),
     "a loss of other rounding": ({}, scaled(1 + 1e-6, "loss")),
@@ -124,6 +124,10 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "padded in a full batch": ("examples: other_batch_size", {}, padded(2, step=1), 1),
     "the whole batch on both": ("examples: batch_not_split",
         {}, {"shard": whole_batch, "weighted": False}),
+    "observations on both, which the loss uses": ("examples: other_batch_size",
+        TWO_PASSES | acting(1), NOISY | acting(1)),
+    "observations on both, which no loss uses": ("gradient: other_backward",
+        TWO_PASSES | acting(0), NOISY | acting(0)),
     "reshuffled": ("examples: not_reshuffled", {}, {"batch": lambda step: batch_of(step % 3)}, 3),
     "equal before replay": ("random: same_random_numbers",
         DROPOUT, random_states(of_each, own_of=lambda step, r: [step, 9])),
@@ -168,8 +172,6 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "bfloat16": ("sum: reduced_precision", {}, after_sum(in_16_bits)),
     "clipped": ("clipping: other_clipping", {}, {"clip": lambda r, g: [a / 2 for a in g]}),
     "flipped clipped": ("clipping: other_clipping", {}, flip("clipped"), 1),
-    "clipped by value before unscale_": ("clipping: clipped_too_early",
-        by_value(), by_value(1024, "unscale")),
     "another state on one rank before a step": ("update: other_learning_rate",
         {}, scaled(1.5, "before", position=2, replica=1, index=4), 1),
     "rate": ("update: other_learning_rate", {}, settings(learning_rate=0.2)),

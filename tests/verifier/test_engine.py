@@ -33,7 +33,6 @@ from .changes import (
     three_quarters,
     times_element,
     times_on,
-    whole_batch,
     without,
 )
 from .rows import RIGHT, WRONG
@@ -271,17 +270,3 @@ def test_statistics_of_each_rank_are_those_of_its_part(wrong, left, ways, status
     if status == "fault":
         assert (verdict.place.node, len(verdict.place.tensors)) == ("update", 1)
         assert verdict.place.ranks == (f"replica {wrong}",)
-
-
-def test_a_model_that_returns_its_input_has_examples():
-    """What an earlier pass returns is computed, as of a generator; not what a pass itself has."""
-
-    def returns_its_input(script):
-        for name in [n for n in script.arrays if n.split("/")[1] == "data" and n.endswith("/0")]:
-            position, _, shard, _ = name.split("/")
-            script.arrays[f"{position}/y_pred/{shard}/1"] = script.arrays[name]
-
-    one = Script(edit=returns_its_input)
-    whole = {"shard": whole_batch, "edit": returns_its_input}
-    verdict = verify(one.trace("one"), Script(replicas=2, replay=one, **whole).trace("two"))
-    assert verdict.place and verdict.place.node == "examples", str(verdict)

@@ -5,7 +5,6 @@ import pytest
 
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.engine.examples import Batches
 
 LENET = {
     "conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50), "hidden": (800, 128), "logits": (128, 10),
@@ -227,27 +226,9 @@ def test_a_map_comes_first_in_either_direction():
 
 @pytest.mark.parametrize(("names", "wrong"), [
     ({"conv1/kernel": "conv9.weight"}, "'conv1/kernel' and 'conv9.weight' are not one weight"),
-    ({"x": "conv1.weight"}, "'x' and 'conv1.weight' are not one weight or statistic of"),
     ({"conv1/kernel": "conv1.weight", "conv1/bias": "conv1.weight"}, "use each once"),
     ({"conv1/kernel": "hidden.weight"}, "'hidden.weight' are not one weight"),
 ])  # fmt: skip
 def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError, match=wrong):
         Matching(KERAS, lenet("torch"), names)
-
-
-def test_passes_that_no_loss_uses_are_no_examples():
-    """An actor's observations are on all ranks, as in reinforcement learning."""
-
-    def trace(slope, *shards):
-        arrays = {}
-        for r, shard in enumerate(shards):
-            for index, (x, by) in enumerate([(acted, slope), (shard, 1)]):
-                values = {"data": x, "y_pred": x + 9, "y_grad": by * np.ones_like(x)}
-                arrays |= {f"1/{kind}/{r}/{index}": value for kind, value in values.items()}
-        return Trace(About("torch", len(shards), steps=(0,), micro_batches=(2,)), arrays)
-
-    acted, rows = np.split(values((12, 3)).astype(np.float32), [4])
-    for slope in (0, 1):
-        batches = Batches(trace(slope, rows), trace(slope, rows[::2], rows[1::2]))
-        assert batches.differ(0) == bool(slope)
