@@ -196,23 +196,6 @@ def moved(unit):
     return {"gradient": change}
 
 
-def overflow(script, replica, gradients):
-    """In step 1 an element of the last replica's kernel overflows."""
-    kernel, bias = gradients
-    if len(script.states) == 2 and replica == script.replicas - 1:
-        kernel = np.where(np.arange(kernel.size).reshape(kernel.shape) == 4, np.inf, kernel)
-    return [kernel, bias]
-
-
-def unless_overflow(script, weights, gradients, state):
-    """Skips the steps in which a gradient overflows."""
-    if all(np.isfinite(gradient).all() for gradient in gradients):
-        UPDATES[script.optimizer](script, weights, gradients, state)
-
-
-OVERFLOW = {"gradient": overflow, "update": unless_overflow}
-
-
 # --- Sums ----------------------------------------------------------------------------------------
 
 
@@ -244,10 +227,6 @@ def averaged_by_optimizer(factor):
 def clip(replica, gradients):
     norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
     return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
-
-
-def without_bias(*replicas):
-    return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
@@ -320,12 +299,6 @@ def layers(*settings):
     return {"about": {"layers": [{"weights": [], **each} for each in settings]}}
 
 
-def in_modes(*off):
-    """A training with dropout; some layers are in evaluation mode in each step."""
-    dropout = {"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []}
-    return {"about": {"layers": [dropout], "in_evaluation": ([*off],) * 4}}
-
-
 DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
 JAX = {"about": {"framework": "jax", "layers": ()}}
 DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
@@ -353,14 +326,13 @@ def of_each(step, replica):
 
 
 def with_variable(variable, value_of):
-    """A further variable: an array, or the number in it, of `(position, replica, is_later)`."""
+    """A further variable, whose elements are a number of `(position, replica, is_later)`."""
 
     def add(script):
         for position, _, replica in places(script):
             for is_later, kind in enumerate(("before", "after")):
-                value = value_of(position, replica, is_later)
-                array = value if np.ndim(value) else np.full(5, value, np.float32)
-                script.arrays[f"{position}/{kind}/{replica}/6"] = array
+                value = np.full(5, value_of(position, replica, is_later), np.float32)
+                script.arrays[f"{position}/{kind}/{replica}/6"] = value
 
     return {"edit": add, "more_variables": [variable]}
 
@@ -405,11 +377,6 @@ def last_bits(*place):
 
 
 REPLAYED = {"about": {"replayed": "one.npz"}}
-
-
-def not_loaded(names):
-    """Makes a recording one that was to start from the first one, without some variables."""
-    return {"about": {"replayed": "one.npz", "not_loaded": names}}
 
 
 @option

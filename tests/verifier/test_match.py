@@ -94,9 +94,9 @@ def jax_list(start=0):
 
 
 ALL = {  # Two traces, and one of the pairs; all variables have a partner.
-    "names without a common part": (
-        KERAS, lenet("torch", [f"module.Net.{name}" for name in LENET]),
-        ("conv1/bias", "module.Net.conv1.bias"),
+    "names with a common part, in another order": (
+        CODERS, coders("torch", **{"module.dec": SQUARE[1], "module.enc": SQUARE[0]}),
+        ("dec/bias", "module.dec.bias"),
     ),
     "other names": (
         KERAS, lenet("torch", ("f.0", "f.3", "classifier.1", "classifier.3")),

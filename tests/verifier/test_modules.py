@@ -14,12 +14,11 @@ MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
 WEIGHTS = ("layers.0.linear.weight", "layers.0.linear.bias", "head.weight", "head.bias")
 
 
-def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **about):
-    """Returns a recording of a step of `head(x + act(linear(x)))`.
+def trained(*, replicas=1, parts=1, modules=MODULES, wrong=None, **about):
+    """Returns a recording of a step of `head(x + act(linear(x)))` on examples in its own order.
 
     Args:
         parts: number of micro-batches.
-        order: order of the examples.
         modules: the recorded ones.
         wrong: array in the recording, such as "layers.0.act" or "head gradient" → function that
             changes it on replica 1; "x" and "x gradient" are those between the modules.
@@ -28,7 +27,7 @@ def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **a
     x_all, y_all = (generator.normal(size=(NUM, n)).astype(np.float32) for n in (WIDTH, CLASSES))
     shapes = (WIDTH, WIDTH), (WIDTH,), (CLASSES, WIDTH), (CLASSES,)
     w1, b1, w2, b2 = weights = [generator.normal(size=s).astype(np.float32) for s in shapes]
-    order = np.arange(NUM) if order is None else order
+    order = np.random.default_rng(replicas).permutation(NUM)
     trace = Trace(
         About(
             "torch", replicas, steps=(0,), modules=tuple(modules), gradients=WEIGHTS,
@@ -90,7 +89,6 @@ def twice(array):
     return 2 * array
 
 
-ORDER = np.random.default_rng(1).permutation(NUM)
 BIAS = trained().named(0, "before", 0)["head.bias"]
 PLACES = {
     "layers.0.linear": "layers.0.linear, forward", "layers.0.act": "layers.0.act, forward",
@@ -101,14 +99,11 @@ PLACES = {
     "layers.0.linear weight": "layers.0.linear, backward",
 }  # fmt: skip
 CASES = {  # Name: both, the second one, the module.
+    "right": ({}, {}, ""),
+    "right without modules": ({}, {"modules": ()}, ""),
+    "right in parts": ({}, {"parts": 3, "modules": ("head", "layers.0.linear")}, ""),
     **{
-        f"right, {', '.join(options)}": ({}, options, "")
-        for options in (
-            {"order": ORDER}, {"modules": ()}, {"parts": 3, "modules": ("head", "layers.0.linear")},
-        )
-    },
-    **{
-        place: ({}, {"parts": 1 + number % 2, "order": ORDER, "wrong": {place: unequal}}, module)
+        place: ({}, {"parts": 1 + number % 2, "wrong": {place: unequal}}, module)
         for number, (place, module) in enumerate(PLACES.items())
     },
     "only the head": (
