@@ -9,6 +9,7 @@ import types
 import numpy as np
 
 from lockstep.data.trace import STATE, WEIGHT, Trace, Variable
+from lockstep.engine.solve import rounded
 from tests.verifier.trainer import (
     UPDATES,
     WEIGHTS,
@@ -100,11 +101,6 @@ def scaled(by, kinds, **places):
     return edit(lambda array: np.float32(by) * array, kinds, **places)
 
 
-def in_16_bits(array):
-    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
-
-
-# As PyTorch records it: the optimizer's state does not exist before the first update.
 WITHOUT_GRADIENTS = without("raw sums clipped")
 
 # --- Examples ------------------------------------------------------------------------------------
@@ -113,10 +109,6 @@ WITHOUT_GRADIENTS = without("raw sums clipped")
 def three_quarters(rows, replica, count):
     size = 3 * len(rows) // 4
     return rows[:size] if replica == 0 else rows[size:]
-
-
-def whole_batch(rows, replica, count):
-    return rows
 
 
 def padded(number, step=2):
@@ -156,10 +148,6 @@ def acting(script, slope):
 # --- Gradients -----------------------------------------------------------------------------------
 
 
-def as_it_is(script, replica, gradients):
-    return gradients
-
-
 def times_on(*factors):
     """Each replica has a factor of its own."""
     return {"gradient": lambda s, replica, g: [np.float32(factors[replica]) * a for a in g]}
@@ -179,11 +167,7 @@ def zero_in(*steps):
     return {"gradient": lambda s, r, g: [a * (len(s.states) - 1 not in steps) for a in g]}
 
 
-def apart(script, replica, gradients):
-    return [gradients[0] + 0.01 * np.sin(1 + 9 * gradients[0]), gradients[1]]
-
-
-NOISY = {"gradient": apart}
+NOISY = {"gradient": lambda s, r, g: [g[0] + 0.01 * np.sin(1 + 9 * g[0]), g[1]]}
 
 
 def moved(unit):
@@ -283,6 +267,13 @@ def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
 
 
+def in_few_digits(script, weights, gradients, state):
+    """SGD whose weights and momentum are kept in bfloat16."""
+    sgd(script, weights, gradients, state)
+    for array in (*weights, *state):
+        array[...] = rounded(array, "bfloat16")
+
+
 def fused(script, weights, gradients, state):
     """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
     betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
@@ -319,10 +310,6 @@ def random_states(script, state_of, change=None, own_of=None):
         if own_of:
             own = np.array(own_of(step, replica), np.uint8)
             script.arrays[f"{position}/own_random/{replica}/0"] = own
-
-
-def of_each(step, replica):
-    return [step, replica]
 
 
 def with_variable(variable, value_of):

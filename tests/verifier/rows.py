@@ -22,6 +22,7 @@ IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}
 GPU = {"about": {"layers": (), "device": "cuda"}}
 TWO_PASSES = {"about": {"micro_batches": (2,) * 4}}
 GROUP = in_each_step({"weights": [*WEIGHTS]})
+FEW_DIGITS = {"update": in_few_digits}
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
 
@@ -37,6 +38,7 @@ RIGHT = {
     "plain SGD": (settings(momentum=0.0, weight_decay=0.01), {}),
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
     "Adam by an unknown rule": ({**UNKNOWN, **ADAM, "initial_scale": 10}, {"replicas": 4}),
+    "state of few digits": (FEW_DIGITS, {}),
     "wrapped": (UNKNOWN, {"about": {"optimizer": {"class": "ZeRO"}}}),
     "dampening that a rule does not have": ({}, in_each_step(
         {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.5})),
@@ -59,7 +61,7 @@ RIGHT = {
     "a loss of other rounding": ({}, scaled(1 + 1e-6, "loss")),
     # Random numbers.
     "not drawn": (DROPOUT, random_states(lambda step, r: [step] * 4, 0)),
-    "other states": (DROPOUT, random_states(of_each)),
+    "other states": (DROPOUT, random_states(lambda step, r: [step, r])),
     # In JAX, scripts say themselves what they keep.
     "divided after the sum": (JAX, scaled(6, "raw")),
     "divided and clipped later": (CLIPPED, scaled(6, "raw sums")),
@@ -99,7 +101,7 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "a weight that neither has": ("not verified", NO_BIAS, NO_BIAS),
     "gradients of NaN in both": ("not verified", times(np.nan), {}),
     "parts of a model without a mesh": ("not verified",
-        {}, {"shard": whole_batch, "weighted": False,
+        {}, {"shard": lambda rows, r, n: rows, "weighted": False,
         "gradient": lambda s, r, g: [2 * (r == i) * a for i, a in enumerate(g)]}),
     "flipped before": ("not verified", {}, flip("before")),
     "resumed at a later step": ("not verified", {}, {**ONE, **resumed_from(2), **REPLAYED}),
@@ -122,14 +124,14 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         {}, {"inputs": lambda x: x**3, **padded(2, step=1)}),
     "padded in a full batch": ("examples: other_batch_size", {}, padded(2, step=1), 1),
     "the whole batch on both": ("examples: batch_not_split",
-        {}, {"shard": whole_batch, "weighted": False}),
+        {}, {"shard": lambda rows, r, n: rows, "weighted": False}),
     "observations on both, which the loss uses": ("examples: other_batch_size",
         TWO_PASSES | acting(1), NOISY | acting(1)),
     "observations on both, which no loss uses": ("gradient: other_backward",
         TWO_PASSES | acting(0), NOISY | acting(0)),
     "reshuffled": ("examples: not_reshuffled", {}, {"batch": lambda step: batch_of(step % 3)}, 3),
     "equal before replay": ("random: same_random_numbers",
-        DROPOUT, random_states(of_each, own_of=lambda step, r: [step, 9])),
+        DROPOUT, random_states(lambda step, r: [step, r], own_of=lambda step, r: [step, 9])),
     "repeated": ("random: random_numbers_repeated", DROPOUT, random_states(lambda step, r: [r]), 1),
     "uneven": ("loss: mean_of_means", {}, {"shard": three_quarters, "weighted": False}),
     "a loss that is not finite": ("loss: other_loss",
@@ -147,9 +149,12 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         layers(NORM), {**ONE, **NOISY, **layers({**NORM, "epsilon": 1e-3})}),
     "larger beside products in TF32": ("gradient: wrong_factor", IN_TF32, times(1.1)),
     "sum hidden by clipping": ("gradient: wrong_factor", CLIPPED, {**SUMMED, **scaled(2, "raw")}),
+    "a factor of the kernel beside a state of few digits": ("gradient: wrong_factor", FEW_DIGITS,
+        {**FEW_DIGITS, "gradient": lambda s, r, g: [np.float32(1.05) * g[0], g[1]]}),
     "frozen": ("gradient: frozen", {}, bias_times(lambda step, r: 0)),
     "no gradient": ("gradient: frozen", {}, without("raw sums clipped", index=1)),
-    "a gradient of 0 in the reference": ("gradient: frozen", NO_GRADIENT, {"gradient": as_it_is}),
+    "a gradient of 0 in the reference": ("gradient: frozen",
+        NO_GRADIENT, {"gradient": lambda s, r, g: g}),
     "local norms": ("not compared: gradient", layers(NORM), NOISY),
     "other norms": ("not compared: gradient",
         layers({**NORM, "class": "SyncBatchNorm"}), {**NOISY, **layers(NORM)}),
@@ -163,7 +168,8 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "sum by an optimizer": ("sum", UNKNOWN, averaged_by_optimizer(2)),
     "a row is 0 after the sum": ("sum",
         {}, after_sum(lambda g: g * (np.arange(12) != 2)[:, None] if g.ndim == 2 else g)),
-    "bfloat16": ("sum: reduced_precision", {}, after_sum(in_16_bits)),
+    "bfloat16": ("sum: reduced_precision",
+        {}, after_sum(lambda a: (a.view(np.uint32) & 0xFFFF0000).view(np.float32))),
     "clipped": ("clipping: other_clipping", {}, {"clip": lambda r, g: [a / 2 for a in g]}),
     "flipped clipped": ("clipping: other_clipping", {}, flip("clipped"), 1),
     "another state on one rank before a step": ("update: other_learning_rate",
