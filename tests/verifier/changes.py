@@ -18,7 +18,6 @@ from tests.verifier.trainer import (
     batch_of,
     mean_of,
     sgd,
-    split_evenly,
 )
 
 ONE, OWN = {"replicas": 1}, {"replay": None}
@@ -126,9 +125,7 @@ def padded(number, step=2):
 def of_shards(script):
     """The reference computes each replica's part of the batch."""
     for name in names(script, "data", index=0):
-        count = len(script.arrays[name])
-        second = split_evenly(np.arange(count), 1, 2)
-        script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
+        script.arrays[name.replace("data", "shards")] = np.arange(len(script.arrays[name])) % 2
 
 
 # --- Outputs -------------------------------------------------------------------------------------
@@ -198,9 +195,9 @@ def averaged_by_optimizer(factor):
         sgd(script, weights, [factor * g for g in gradients], state)
 
     def own_gradients(script):
-        for name in names(script, "clipped sums"):
-            position, _, replica, index = name.split("/")
-            script.arrays[name] = script.arrays[f"{position}/raw/{replica}/{index}"]
+        for name in names(script, "raw"):
+            for kind in ("sums", "clipped"):
+                script.arrays[name.replace("raw", kind)] = script.arrays[name]
 
     return {"edit": own_gradients, "update": update}
 
@@ -385,10 +382,8 @@ def resumed_from(script, step):
 @option
 def left(script, factor, replica=None):
     """The script multiplies the kernel after the update, on all replicas or on one."""
-    for position, _, r in places(script):
-        if replica in (None, r):
-            kernel = script.arrays[f"{position}/after/{r}/0"]
-            script.arrays[f"{position}/left/{r}/0"] = np.float32(factor) * kernel
+    for name in names(script, "after", replica, index=0):
+        script.arrays[name.replace("after", "left")] = np.float32(factor) * script.arrays[name]
 
 
 # --- Ranks that compute one replica together -----------------------------------------------------

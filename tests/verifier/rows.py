@@ -77,7 +77,6 @@ RIGHT = {
     "a weight that none trains": (bias_times(lambda step, r: 0), STILL),
     "weights that one ties": ({"about": {"tied": [[*WEIGHTS]]}}, {"about": {}}),
     # Where a step starts, and what changes between the steps.
-    "own states": ({}, OWN),
     "kept states": ({}, own_states() | REPLAYED),
     "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED),
     "replayed from the first step": ({}, {**ONE, **resumed_from(0), **REPLAYED}),

@@ -6,9 +6,6 @@ import pytest
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
 
-LENET = {
-    "conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50), "hidden": (800, 128), "logits": (128, 10),
-}  # fmt: skip
 NORM = {
     "keras": ("/gamma", "/beta", "/moving_mean", "/moving_variance"),
     "torch": (".weight", ".bias", ".running_mean", ".running_var"),
@@ -47,12 +44,6 @@ def layer(framework, name, kernel):
     return [weight(f"{name}.weight", kernel, layout), weight(f"{name}.bias", bias)]
 
 
-def lenet(framework, names=LENET):
-    kernels = map(values, LENET.values())
-    layers = [layer(framework, *each) for each in zip(names, kernels, strict=True)]
-    return trace(framework, *(variable for each in layers for variable in each))
-
-
 def norms(framework, *names):
     """Returns normalisations in the order of a framework; their numbers are those of the names."""
     return trace(framework, *(
@@ -78,7 +69,6 @@ def names_of(matching):
 
 # --- Names, order and layers ---------------------------------------------------------------------
 
-KERAS = lenet("keras")
 SQUARE = [values((8, 8), seed) for seed in range(4)]
 
 
@@ -86,6 +76,8 @@ def coders(framework, **layers):
     return trace(framework, *(v for name, w in layers.items() for v in layer(framework, name, w)))
 
 
+CONV, DENSE = values((3, 3, 1, 20)), values((80, 12))
+KERAS = coders("keras", conv1=CONV, hidden=DENSE)
 CODERS = coders("keras", enc=SQUARE[0], dec=SQUARE[1])
 
 
@@ -99,11 +91,12 @@ ALL = {  # Two traces, and one of the pairs; all variables have a partner.
         ("dec/bias", "module.dec.bias"),
     ),
     "other names": (
-        KERAS, lenet("torch", ("f.0", "f.3", "classifier.1", "classifier.3")),
+        KERAS, coders("torch", **{"f.0": CONV, "classifier.1": DENSE}),
         ("hidden/bias", "classifier.1.bias"),
     ),
     "keys of JAX": (
-        KERAS, lenet("jax", [f"params/{x}" for x in "abcd"]), ("conv1/bias", "params/a/b"),
+        KERAS, coders("jax", **{"params/a": CONV, "params/b": DENSE}),
+        ("conv1/bias", "params/a/b"),
     ),
     # "decoder" comes before "encoder" in a pytree, though it is applied after it.
     "keys of JAX in another order": (
@@ -231,4 +224,4 @@ def test_a_map_comes_first_in_either_direction():
 ])  # fmt: skip
 def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError, match=wrong):
-        Matching(KERAS, lenet("torch"), names)
+        Matching(KERAS, coders("torch", conv1=CONV, hidden=DENSE), names)
