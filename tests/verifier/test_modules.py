@@ -85,10 +85,6 @@ def unequal(array):
     return array * np.linspace(0.5, 1.5, array.shape[-1])
 
 
-def twice(array):
-    return 2 * array
-
-
 BIAS = trained().named(0, "before", 0)["head.bias"]
 PLACES = {
     "layers.0.linear": "layers.0.linear, forward", "layers.0.act": "layers.0.act, forward",
@@ -107,8 +103,9 @@ CASES = {  # Name: both, the second one, the module.
         for number, (place, module) in enumerate(PLACES.items())
     },
     "only the head": (
-        {"modules": ("head",)}, {"wrong": {"layers.0.act": twice}}, "before head, forward"),
-    "between two": ({"modules": ("layers.0.act", "head")}, {"wrong": {"layers.0 gradient": twice}},
+        {"modules": ("head",)}, {"wrong": {"layers.0.act": unequal}}, "before head, forward"),
+    "between two": (
+        {"modules": ("layers.0.act", "head")}, {"wrong": {"layers.0 gradient": unequal}},
         "after layers.0.act, backward"),
     "a repeated bias": ({}, {"wrong": {"head": lambda y: y + BIAS}}, "head, forward"),
     "16 bits": (
@@ -145,10 +142,6 @@ def judged_in_parts(wrong=None, **changes):
     return verify(trained(), on_two_ranks(second, views))
 
 
-def columns(array):
-    return array[:, :3], array[:, 3:]
-
-
 def blocks(array):
     return array[:, ::2], array[:, 1::2]
 
@@ -168,7 +161,8 @@ def parts_of(*factors):
 
 ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None if all are right.
     "parts and sums": (
-        {}, {"module_out": {"layers.0.linear": columns, "layers.0.act": summands}}, None),
+        {}, {"module_out": {
+            "layers.0.linear": lambda a: (a[:, :3], a[:, 3:]), "layers.0.act": summands}}, None),
     "blocks": ({}, {"module_out": {"layers.0.linear": blocks}}, None),
     "gradients": ({}, {"module_in_grad": {"head": summands, "layers.0.act": blocks}}, None),
     "not reduced": ({"layers.0": half}, {"module_out": {"layers.0.act": summands}},
