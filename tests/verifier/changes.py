@@ -145,13 +145,9 @@ def acting(script, slope):
 # --- Gradients -----------------------------------------------------------------------------------
 
 
-def times_on(*factors):
-    """Each replica has a factor of its own."""
-    return {"gradient": lambda s, replica, g: [np.float32(factors[replica]) * a for a in g]}
-
-
-def times(factor):
-    return times_on(factor, factor, factor, factor)
+def times(*factors):
+    """Each replica has a factor of its own, or all have one."""
+    return {"gradient": lambda s, r, g: [np.float32(factors[r % len(factors)]) * a for a in g]}
 
 
 def bias_times(factor_of):
@@ -339,14 +335,13 @@ def with_head(value_of):
 
 
 @option
-def own_states(script, change=None, steps=(2, 3, 4)):
-    """Adds the state of the step before; `change(array, position, replica, index)` is another."""
+def own_states(script, change, steps=(2, 3, 4)):
+    """Adds the state of the step before, which `change(array, position, replica, index)` made."""
     for name in names(script, "before after"):
         position, kind, replica, index = name.split("/")
         place = int(position) + (kind == "after"), int(replica), int(index)
         if place[0] in steps and (kind == "after" or place[0] == 1):
-            array = script.arrays[name]
-            own = array if change is None else change(array, *place)
+            own = change(script.arrays[name], *place)
             script.arrays[f"{place[0]}/replaced/{replica}/{index}"] = own
 
 

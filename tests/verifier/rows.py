@@ -39,7 +39,6 @@ RIGHT = {
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
     "Adam by an unknown rule": ({**UNKNOWN, **ADAM, "initial_scale": 10}, {"replicas": 4}),
     "state of few digits": (FEW_DIGITS, {}),
-    "wrapped": (UNKNOWN, {"about": {"optimizer": {"class": "ZeRO"}}}),
     "dampening that a rule does not have": ({}, in_each_step(
         {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.5})),
     "weights that no optimizer has": ({**KERNEL_ONLY, "update": of_kernel_only}, {}),
@@ -77,7 +76,6 @@ RIGHT = {
     "a weight that none trains": (bias_times(lambda step, r: 0), STILL),
     "weights that one ties": ({"about": {"tied": [[*WEIGHTS]]}}, {"about": {}}),
     # Where a step starts, and what changes between the steps.
-    "kept states": ({}, own_states() | REPLAYED),
     "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED),
     "replayed from the first step": ({}, {**ONE, **resumed_from(0), **REPLAYED}),
     "a second optimizer": ({**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER,

@@ -29,8 +29,8 @@ from .changes import (
     layers,
     of_shards,
     pair,
+    times,
     times_element,
-    times_on,
     without,
 )
 from .rows import RIGHT, WRONG
@@ -122,7 +122,7 @@ def test_one_element_of_a_weight_on_one_rank_is_a_fault():
 
 
 def test_a_gradient_that_one_rank_scales_is_a_fault():
-    verdict = judged(WITHOUT_NORM, {**WITHOUT_NORM, **times_on(1, 1 + 1e-3)})
+    verdict = judged(WITHOUT_NORM, {**WITHOUT_NORM, **times(1, 1 + 1e-3)})
     assert place_of(verdict)[:2] == (FAULT, "gradient")
     assert "0.5·g0 + 0.4995·g1" in str(verdict.formula)
 
