@@ -1,23 +1,23 @@
 """What is changed in a training of `Script`: its functions, its settings, its recorded arrays."""
 
+import copy
+import dataclasses
 import functools
+import itertools
 import types
 
 import numpy as np
 
-from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, SEED, STATE, STATISTIC, WEIGHT, Variable
+from lockstep.data.trace import STATE, WEIGHT, Trace, Variable
+from lockstep.engine.solve import rounded
 from tests.verifier.trainer import (
-    FEATURES,
-    NUM_EXAMPLES,
     UPDATES,
     WEIGHTS,
     Script,
     adam,
     batch_of,
-    examples,
     mean_of,
     sgd,
-    split_evenly,
 )
 
 ONE, OWN = {"replicas": 1}, {"replay": None}
@@ -83,39 +83,23 @@ def without(script, *place, **places):
         del script.arrays[name]
 
 
+@option
+def times_element(script, factor, *place):
+    """Multiplies an element of an array: position, kind, replica, index."""
+    name = "/".join(map(str, place))
+    script.arrays[name] = script.arrays[name].copy()
+    script.arrays[name].flat[5] *= np.float32(factor)
+
+
+def flip(kind):
+    """A bit of the exponent is another one, in an array of a step."""
+    return times_element(16, 2, kind, 1, 0)
+
+
 def scaled(by, kinds, **places):
     return edit(lambda array: np.float32(by) * array, kinds, **places)
 
 
-def in_rows(rows, change):
-    """Some rows of a kernel are changed."""
-
-    def changed(array):
-        array = array.copy()
-        if array.ndim == 2:
-            array[rows] = change(array[rows])
-        return array
-
-    return changed
-
-
-def flip(kind):
-    """One bit of the exponent, in one array of one step."""
-
-    def flipped(array):
-        bits = array.copy().reshape(-1).view(np.uint32)
-        bits[5 % bits.size] ^= 1 << 25
-        return bits.view(np.float32).reshape(array.shape)
-
-    return edit(flipped, kind, 1, 0, 2)
-
-
-def in_16_bits(array):
-    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
-
-
-MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
-# As PyTorch records it: the optimizer's state does not exist before the first update.
 WITHOUT_GRADIENTS = without("raw sums clipped")
 
 # --- Examples ------------------------------------------------------------------------------------
@@ -124,14 +108,6 @@ WITHOUT_GRADIENTS = without("raw sums clipped")
 def three_quarters(rows, replica, count):
     size = 3 * len(rows) // 4
     return rows[:size] if replica == 0 else rows[size:]
-
-
-def all_on_second(rows, replica, count):
-    return rows if replica == 1 else rows[:0]
-
-
-def whole_batch(rows, replica, count):
-    return rows
 
 
 def padded(number, step=2):
@@ -145,79 +121,33 @@ def padded(number, step=2):
     return {"batch": batch}
 
 
-def augmented(seed):
-    """Adds to each example numbers that its row, the step and a seed decide; notes the ids."""
-
-    def augment(step, rows, x):
-        return x + np.random.default_rng([seed, step]).normal(size=(NUM_EXAMPLES, FEATURES))[rows]
-
-    return {"augment": augment, "ids": np.asarray}
-
-
-def images(layout, stored=None):
-    """Channels last or first; a wrong layout is another order."""
-
-    def as_images(array):
-        x = array.reshape(-1, 2, 2, 3)
-        return x.transpose(0, 3, 1, 2) if (stored or layout) == "NCHW" else x
-
-    return edit(as_images, "data")
-
-
 @option
 def of_shards(script):
     """The reference computes each replica's part of the batch."""
     for name in names(script, "data", index=0):
-        count = len(script.arrays[name])
-        second = split_evenly(np.arange(count), 1, 2)
-        script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
+        script.arrays[name.replace("data", "shards")] = np.arange(len(script.arrays[name])) % 2
 
 
-# --- Outputs and loss ----------------------------------------------------------------------------
-
-
-def with_outputs(order, **changes):
-    """A model with its features in an order, whose outputs and their gradients are recorded."""
-
-    def add_outputs(script):
-        for number, step, r in places(script):
-            x = script.arrays[f"{number}/data/{r}/0"]
-            kernel, bias = (script.arrays[f"{number}/before/{r}/{i}"] for i in range(2))
-            script.arrays[f"{number}/y_pred/{r}/0"] = outputs = x @ kernel + bias
-            wrong = outputs - examples()[1][split_evenly(batch_of(step), r, script.replicas)]
-            script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
-            script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
-
-    return {"edit": add_outputs, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
+# --- Outputs -------------------------------------------------------------------------------------
 
 
 @option
-def differentiated(script, by=1):
-    """A loss that a step differentiates, and does not report, times a factor."""
-    for name in names(script, "loss"):
-        loss = script.arrays.pop(name)
-        script.arrays[name.replace("loss", "objective")] = np.float32(by) * loss
+def acting(script, slope):
+    """Before its step the model acts on observations of all replicas, which the loss may use."""
+    seen = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for name in names(script, "data", index=0):
+        for index, (x, by) in enumerate([(seen, slope), (script.arrays[name], 1)]):
+            of_pass = {"data": x, "y_pred": x + 9, "y_grad": by * np.ones_like(x)}
+            for kind, array in of_pass.items():
+                script.arrays[name.replace("data", kind)[:-1] + str(index)] = array
 
 
 # --- Gradients -----------------------------------------------------------------------------------
 
 
-def as_it_is(script, replica, gradients):
-    return gradients
-
-
-def before_sum(change):
-    """Each gradient of a replica is changed."""
-    return {"gradient": lambda script, replica, gradients: [*map(change, gradients)]}
-
-
-def times_on(*factors):
-    """Each replica has a factor of its own."""
-    return {"gradient": lambda s, replica, g: [np.float32(factors[replica]) * a for a in g]}
-
-
-def times(factor):
-    return times_on(factor, factor, factor, factor)
+def times(*factors):
+    """Each replica has a factor of its own, or all have one."""
+    return {"gradient": lambda s, r, g: [np.float32(factors[r % len(factors)]) * a for a in g]}
 
 
 def bias_times(factor_of):
@@ -230,11 +160,7 @@ def zero_in(*steps):
     return {"gradient": lambda s, r, g: [a * (len(s.states) - 1 not in steps) for a in g]}
 
 
-def apart(script, replica, gradients):
-    return [gradients[0] + 0.01 * np.sin(1 + 9 * gradients[0]), gradients[1]]
-
-
-NOISY = {"gradient": apart}
+NOISY = {"gradient": lambda s, r, g: [g[0] + 0.01 * np.sin(1 + 9 * g[0]), g[1]]}
 
 
 def moved(unit):
@@ -245,33 +171,6 @@ def moved(unit):
         return [g * (1 + unit * drawn.uniform(-1, 1, g.shape)) for g in gradients]
 
     return {"gradient": change}
-
-
-def overflow(script, replica, gradients):
-    """In step 1 an element of the last replica's kernel overflows."""
-    kernel, bias = gradients
-    if len(script.states) == 2 and replica == script.replicas - 1:
-        kernel = np.where(np.arange(kernel.size).reshape(kernel.shape) == 4, np.inf, kernel)
-    return [kernel, bias]
-
-
-def unless_overflow(script, weights, gradients, state):
-    """Skips the steps in which a gradient overflows."""
-    if all(np.isfinite(gradient).all() for gradient in gradients):
-        UPDATES[script.optimizer](script, weights, gradients, state)
-
-
-OVERFLOW = {"gradient": overflow, "update": unless_overflow}
-
-
-@option
-def as_rows(script):
-    """The gradient of a table of which some rows are used, each twice."""
-    for name in names(script, "raw sums clipped", index=0):
-        array = script.arrays.pop(name)
-        script.arrays[f"{name}/values"] = np.concatenate([array / 2, array / 2])
-        script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
-        script.arrays[f"{name}/rows"] = np.array(len(array))
 
 
 # --- Sums ----------------------------------------------------------------------------------------
@@ -285,17 +184,6 @@ def after_sum(change):
 SUMMED = after_sum(lambda array: 2 * array)
 
 
-def late():
-    """Returns a reduction that sends what ranks have computed in the step before."""
-    kept = []
-
-    def reduce(sent):
-        kept.append(sent)
-        return mean_of(kept[-2:][0])
-
-    return reduce
-
-
 def averaged_by_optimizer(factor):
     """The optimizer averages the gradients of the replicas itself, or sums them."""
 
@@ -303,9 +191,9 @@ def averaged_by_optimizer(factor):
         sgd(script, weights, [factor * g for g in gradients], state)
 
     def own_gradients(script):
-        for name in names(script, "clipped sums"):
-            position, _, replica, index = name.split("/")
-            script.arrays[name] = script.arrays[f"{position}/raw/{replica}/{index}"]
+        for name in names(script, "raw"):
+            for kind in ("sums", "clipped"):
+                script.arrays[name.replace("raw", kind)] = script.arrays[name]
 
     return {"edit": own_gradients, "update": update}
 
@@ -316,31 +204,6 @@ def averaged_by_optimizer(factor):
 def clip(replica, gradients):
     norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
     return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
-
-
-def without_bias(*replicas):
-    return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
-
-
-@option
-def unclipped(script):
-    """The gradients before clipping, which are the sums."""
-    for name in names(script, "sums"):
-        script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
-
-
-def with_loss_scale(scale, clip, *calls):
-    """Gradients that are clipped, or not, while they are multiplied by the loss scale."""
-    about = {"calls": [["backward", *calls]] * 4, "loss_scale": [float(scale)] * 4}
-    return {"clip": lambda replica, g: [clip(np.float32(scale) * a) for a in g], "about": about,
-            **unclipped()}  # fmt: skip
-
-
-def by_value(scale=1, *calls):
-    def clip(gradient):
-        return np.clip(gradient, -0.05, 0.05) / np.float32(scale)
-
-    return with_loss_scale(scale, clip, "clip value 0.05", *calls)
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
@@ -356,7 +219,6 @@ def in_each_step(*groups):
 
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
-RMSPROP = {"optimizer": "RMSprop"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 UNKNOWN, KERAS_ADAM = {"about": LION}, {**ADAM, "framework": "keras"}
 KERNEL_ONLY = in_each_step({"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]})
@@ -366,15 +228,18 @@ TWO_OF_EACH = in_each_step(*(
 ))  # fmt: skip
 
 
+def changed(script, settings):
+    """Returns a copy of a script with other settings."""
+    own = copy.copy(script)
+    own.settings = script.settings | settings
+    return own
+
+
 def with_settings(**settings):
     """An update with other settings than those that are recorded."""
 
-    def update(script, weights, gradients, state):
-        changed = types.SimpleNamespace(
-            settings=script.settings | settings, decays_gradient=script.decays_gradient,
-            framework=script.framework,
-        )  # fmt: skip
-        UPDATES[script.optimizer](changed, weights, gradients, state)
+    def update(script, *arrays):
+        UPDATES[script.optimizer](changed(script, settings), *arrays)
 
     return {"update": update}
 
@@ -383,13 +248,7 @@ def with_mask(script, weights, gradients, state):
     """Adam or SGD without decay of the bias."""
     update, size = UPDATES[script.optimizer], len(state) // 2
     update(script, weights[:1], gradients[:1], state[:size])
-    own = types.SimpleNamespace(**{**vars(script), "settings": {**script.settings}})
-    own.settings["weight_decay"] = 0.0
-    update(own, weights[1:], gradients[1:], state[size:])
-
-
-def no_update(script, weights, gradients, state):
-    """Changes nothing."""
+    update(changed(script, {"weight_decay": 0.0}), weights[1:], gradients[1:], state[size:])
 
 
 def twice(script, weights, gradients, state):
@@ -401,11 +260,17 @@ def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
 
 
+def in_few_digits(script, weights, gradients, state):
+    """SGD whose weights and momentum are kept in bfloat16."""
+    sgd(script, weights, gradients, state)
+    for array in (*weights, *state):
+        array[...] = rounded(array, "bfloat16")
+
+
 def fused(script, weights, gradients, state):
     """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
     betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
-    script.settings = script.settings | betas
-    adam(script, weights, gradients, state)
+    adam(changed(script, betas), weights, gradients, state)
 
 
 FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32"}}
@@ -414,22 +279,14 @@ FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32
 NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
 
 
-def layers(*settings, off=()):
-    """Layers of a script; those in evaluation mode in each of its steps."""
-    listed = [{"weights": [], **each} for each in settings]
-    return {"about": {"layers": listed, **({"in_evaluation": [list(off)] * 4} if off else {})}}
-
-
-def in_modes(*off):
-    """A training with dropout; some layers are in evaluation mode in each step."""
-    dropout = {"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []}
-    return {"about": {"layers": [dropout], "in_evaluation": ([*off],) * 4}}
+def layers(*settings):
+    return {"about": {"layers": [{"weights": [], **each} for each in settings]}}
 
 
 DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
 JAX = {"about": {"framework": "jax", "layers": ()}}
 DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
-CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
+CLIPPED = {**JAX, "clip": clip}
 
 
 # --- Random numbers ------------------------------------------------------------------------------
@@ -448,74 +305,25 @@ def random_states(script, state_of, change=None, own_of=None):
             script.arrays[f"{position}/own_random/{replica}/0"] = own
 
 
-def of_each(step, replica):
-    return [step, replica]
-
-
 def with_variable(variable, value_of):
-    """A further variable: an array, or the number in it, of `(position, replica, is_later)`."""
+    """A further variable, whose elements are a number of `(position, replica, is_later)`."""
 
     def add(script):
         for position, _, replica in places(script):
             for is_later, kind in enumerate(("before", "after")):
-                value = value_of(position, replica, is_later)
-                array = value if np.ndim(value) else np.full(5, value, np.float32)
-                script.arrays[f"{position}/{kind}/{replica}/6"] = array
+                value = np.full(5, value_of(position, replica, is_later), np.float32)
+                script.arrays[f"{position}/{kind}/{replica}/6"] = value
 
     return {"edit": add, "more_variables": [variable]}
 
 
-@option
-def keys(script, of_step, own_of=None, devices=1):
-    """The keys of one program for all devices; in a replay, its own keys were replaced."""
-    if script.replay:
-        own_states(steps=(1, 2, 3, 4))["edit"](script)
-    for position, step, replica in places(script):
-        key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
-        if replica < devices:  # Those of the others are unknown.
-            script.arrays[f"{position}/random/{replica}/0"] = key.view(np.uint8)
-        script.arrays[f"{position}/before/{replica}/6"] = key
-        if script.replay:
-            script.arrays[f"{position}/replaced/{replica}/6"] = own
-
-
 # --- Further state -------------------------------------------------------------------------------
-
-
-def average(own=0.75, old=0.0, new=0.25):
-    """An average of the kernel, as if all steps before the first recorded one had averaged it."""
-
-    def add(script):
-        for position, _, replica in places(script):
-            value = script.arrays[f"1/before/{replica}/0"] + np.float32(0.1)
-            for earlier in range(2, position + 1):
-                start = script.arrays[f"{earlier}/before/{replica}/0"]
-                value = (0.75 * value + 0.25 * start).astype(np.float32)
-            before, after = (script.arrays[f"{position}/{x}/{replica}/0"]
-                             for x in ("before", "after"))  # fmt: skip
-            later = own * value + old * before + new * after
-            script.arrays[f"{position}/before/{replica}/6"] = value
-            script.arrays[f"{position}/after/{replica}/6"] = later.astype(np.float32)
-
-    return {"edit": add, "more_variables": [Variable("ema.dense/kernel", STATISTIC)]}
 
 
 def residuals(loaded_at=9):
     """Each replica has its own; from a step on, all have that of replica 0."""
     residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
     return with_variable(residual, lambda at, r, _: 1 + r * (at < loaded_at))
-
-
-VQ = {"name": "vq", "class": "VectorQuantizer", "weights": ["codes"]}
-
-
-def codes(far=0.0, drift=0.0, first=0.0):
-    """A codebook, which is no BatchNorm's, may change differently on a replica, or on both."""
-    variable = Variable("codes", STATISTIC)
-    given = with_variable(
-        variable, lambda at, r, later: at + later * (1 + drift + (far if r else first))
-    )
-    return {**given, "about": {"layers": (VQ,)}}
 
 
 def with_head(value_of):
@@ -527,14 +335,13 @@ def with_head(value_of):
 
 
 @option
-def own_states(script, change=None, steps=(2, 3, 4)):
-    """Adds the state of the step before; `change(array, position, replica, index)` is another."""
+def own_states(script, change, steps=(2, 3, 4)):
+    """Adds the state of the step before, which `change(array, position, replica, index)` made."""
     for name in names(script, "before after"):
         position, kind, replica, index = name.split("/")
         place = int(position) + (kind == "after"), int(replica), int(index)
         if place[0] in steps and (kind == "after" or place[0] == 1):
-            array = script.arrays[name]
-            own = array if change is None else change(array, *place)
+            own = change(script.arrays[name], *place)
             script.arrays[f"{place[0]}/replaced/{replica}/{index}"] = own
 
 
@@ -543,24 +350,12 @@ def replaced(change, *indices):
     return own_states(lambda a, at, r, index: change(a) if index in indices else a, steps=(1,))
 
 
-def last_bits(*changed, times=1.0):
-    """The last bit of the last element changes in arrays `POSITION/REPLICA/INDEX`, or more."""
-
-    def change(array, *place):
-        own = array.copy()
-        if "/".join(map(str, place)) in changed:
-            own.ravel()[-1] = np.nextafter(own.ravel()[-1] * np.float32(times), np.float32(9))
-        return own
-
-    return own_states(change)
+def last_bits(*place):
+    """The last bits of an array change: position, replica, index."""
+    return own_states(lambda a, *own: np.nextafter(a, np.float32(9)) if own == place else a)
 
 
 REPLAYED = {"about": {"replayed": "one.npz"}}
-
-
-def not_loaded(names):
-    """Makes a recording one that was to start from the first one, without some variables."""
-    return {"about": {"replayed": "one.npz", "not_loaded": names}}
 
 
 @option
@@ -582,16 +377,21 @@ def resumed_from(script, step):
 @option
 def left(script, factor, replica=None):
     """The script multiplies the kernel after the update, on all replicas or on one."""
-    for position, _, r in places(script):
-        if replica in (None, r):
-            kernel = script.arrays[f"{position}/after/{r}/0"]
-            script.arrays[f"{position}/left/{r}/0"] = np.float32(factor) * kernel
+    for name in names(script, "after", replica, index=0):
+        script.arrays[name.replace("after", "left")] = np.float32(factor) * script.arrays[name]
 
 
-def silent():
-    """Replica 1 runs without a step, and replica 0 trains on the whole batch."""
-    own = without(" ".join((*OF_VARIABLES, *OF_GRADIENTS, "data", "loss", "random")), 1)
-    return {
-        **own, "shard": lambda rows, r, _: rows if r == 0 else rows[:0], "weighted": False,
-        "reduce": lambda sent: [sent[0] for _ in sent],
-    }  # fmt: skip
+# --- Ranks that compute one replica together -----------------------------------------------------
+
+
+def on_two_ranks(trace, views):
+    """Returns a trace as of two ranks of tensor parallelism; name of an array → that of each."""
+    about = dataclasses.replace(trace.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
+    found = Trace(about, trace.stored(), trace.name)
+    for position, kind in itertools.product(range(len(trace.steps)), ("before", "after")):
+        found.put(position, kind, 1, found.arrays(position, kind, 0))
+    found.views_of = {
+        name: {rank: types.SimpleNamespace(read=own.copy) for rank, own in enumerate(of_ranks)}
+        for name, of_ranks in views.items()
+    }
+    return found

@@ -12,12 +12,12 @@ from lockstep.engine import nodes
 from lockstep.engine.bounds import bound_of, of_rounding
 from lockstep.engine.claim import Claim
 from lockstep.engine.pair import Pair
-from lockstep.engine.solve import Term, formulas, rounded, short_dtypes
+from lockstep.engine.solve import Term, formulas, rounded
 from lockstep.engine.step import Step
 from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.engine.verify import verify
 from lockstep.numeric import arrays
-from lockstep.oracles.rules import RuleOracle
+from lockstep.oracles.rules import RuleOracle, rule_of, updated
 
 from . import shown
 from .changes import (
@@ -25,19 +25,16 @@ from .changes import (
     NORM,
     SUMMED,
     WITHOUT_GRADIENTS,
-    as_it_is,
     bias_times,
     layers,
     of_shards,
-    option,
     pair,
-    three_quarters,
-    times_on,
-    whole_batch,
+    times,
+    times_element,
     without,
 )
 from .rows import RIGHT, WRONG
-from .trainer import Script, sgd
+from .trainer import Script
 
 # --- Small recordings -----------------------------------------------------------------------------
 
@@ -55,9 +52,9 @@ def test_a_right_row_is_clean(name):
     assert (verdict.status, verdict.error) == (CLEAN, ""), verdict
 
 
-@pytest.mark.parametrize("found, name", [(found, name) for found in WRONG for name in WRONG[found]])
-def test_a_wrong_row_has_its_place_and_name(found, name):
-    first, second, *step = WRONG[found][name]
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_row_has_its_place_and_name(name):
+    found, first, second, *step = WRONG[name]
     reference, training = pair(first, second)
     verdict = verify(reference.trace(), training.trace("two.npz"))
     assert shown(verdict).removeprefix("fault: ") == found and not verdict.error
@@ -65,8 +62,7 @@ def test_a_wrong_row_has_its_place_and_name(found, name):
 
 
 @pytest.mark.parametrize("name", [
-    "1 replicas", "Adam", "AdamW", "Adam of Keras", "RMSprop", "RMSprop without momentum",
-    "Nesterov", "plain SGD",
+    "1 replicas", "Adam", "AdamW", "Adam of Keras", "Nesterov", "plain SGD",
 ])  # fmt: skip
 def test_the_rule_of_an_optimizer_computes_its_update(name):
     trace = pair(*RIGHT[name])[0].trace()
@@ -79,6 +75,17 @@ def test_the_rule_of_an_optimizer_computes_its_update(name):
         for key in {*gradients, *oracle.tracks}:
             change = after[key] - before.get(key, 0)
             np.testing.assert_allclose(found[key], after[key], atol=1e-4 * np.abs(change).max())
+
+
+def test_rmsprop_divides_by_the_root_of_the_moment():
+    """As PyTorch's does; its velocity sums the quotients."""
+    settings = {"learning_rate": 0.1, "rho": 0.9, "epsilon": 0.5, "momentum": 0.8}
+    rule = rule_of({"class": "RMSprop", "framework": "torch"}, settings)
+    state = {"second_moment": np.array(4.0), "velocity": np.array(3.0)}
+    found = updated(rule, np.array(1.0), np.array(2.0), state)
+    assert found["second_moment"] == 0.9 * 4 + 0.1 * 2**2 == 4.0
+    assert found["velocity"] == 0.8 * 3 + 2 / (2 + 0.5) == pytest.approx(3.2)
+    assert found["weight"] == pytest.approx(1 - 0.1 * 3.2)
 
 
 def test_a_claim_that_compares_nothing_does_not_hold():
@@ -104,15 +111,7 @@ def judged(first, second):
     return verify(reference.trace(), training.trace("two.npz"), permuted.trace("permuted.npz"))
 
 
-@option
-def times_one_element(script, factor, *place):
-    """Multiplies one element of one array: position, kind, rank, index."""
-    name = "/".join(map(str, place))
-    script.arrays[name] = script.arrays[name].copy()
-    script.arrays[name].flat[5] *= np.float32(factor)
-
-
-ELEMENT = times_one_element(1 + 1e-4, 2, "after", 1, 0)
+ELEMENT = times_element(1 + 1e-4, 2, "after", 1, 0)
 
 
 def test_one_element_of_a_weight_on_one_rank_is_a_fault():
@@ -123,34 +122,9 @@ def test_one_element_of_a_weight_on_one_rank_is_a_fault():
 
 
 def test_a_gradient_that_one_rank_scales_is_a_fault():
-    verdict = judged(WITHOUT_NORM, {**WITHOUT_NORM, **times_on(1, 1 + 1e-3)})
+    verdict = judged(WITHOUT_NORM, {**WITHOUT_NORM, **times(1, 1 + 1e-3)})
     assert place_of(verdict)[:2] == (FAULT, "gradient")
     assert "0.5·g0 + 0.4995·g1" in str(verdict.formula)
-
-
-@pytest.mark.parametrize("first, second", [
-    ({}, {"shard": three_quarters}), (ADAM, without("raw")), (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS),
-], ids=["uneven", "not recorded", "states"])  # fmt: skip
-def test_a_right_training_is_clean_beside_one_of_permuted_examples(first, second):
-    verdict = judged(first, second)
-    assert (verdict.status, verdict.place, verdict.reason) == (CLEAN, None, "")
-
-
-def in_few_digits(script, weights, gradients, state):
-    """SGD whose weights and momentum are kept in bfloat16."""
-    sgd(script, weights, gradients, state)
-    for array in (*weights, *state):
-        array[...] = rounded(array, "bfloat16")
-
-
-def test_a_state_of_few_digits_does_not_hide_a_factor_of_a_gradient():
-    """Of the kernel alone, whose changes agree within what bfloat16 allows."""
-    short = {"update": in_few_digits}
-    assert judged(short, short).status == CLEAN
-    of_kernel = {"gradient": lambda s, r, g: [np.float32(1.05) * g[0], g[1]]}
-    verdict = judged(short, {**short, **of_kernel})
-    assert (verdict.status, verdict.place.tensors[0]) == (FAULT, "dense/kernel")
-    assert verdict.place.node in ("gradient", "sum"), str(verdict)
 
 
 @pytest.mark.parametrize("moved, status", [(1.0, FAULT), (1.1, CLEAN)])
@@ -172,7 +146,7 @@ def test_without_gradients_what_permuted_examples_move_is_rounding():
     first = {**ADAM, **WITHOUT_GRADIENTS, "gradient": of_bias}
     verdict = judged(first, WITHOUT_GRADIENTS)
     assert verdict.status == CLEAN and verdict.num_unknown, str(verdict)
-    verdict = judged(first, {**WITHOUT_GRADIENTS, "gradient": as_it_is})
+    verdict = judged(first, {**WITHOUT_GRADIENTS, "gradient": lambda s, r, g: g})
     assert place_of(verdict) == (FAULT, "update", 0), str(verdict)
     assert all("bias" in name for name in verdict.place.tensors), str(verdict)
     verdict = judged(first, {**WITHOUT_GRADIENTS, **SUMMED})
@@ -236,14 +210,7 @@ def test_what_terms_do_not_give_has_no_formula():
     assert formulas(nan, NAMES, TERMS, of_rounding()) == ([], NAMES)
 
 
-def test_rounding_is_that_of_the_dtype():
-    array = drawn(4, kernel=(50, 40))["kernel"]
-    assert [dtype for dtype, _ in short_dtypes()] == ["bfloat16", "float16"]
-    for dtype, round_ in short_dtypes():
-        unit = {"bfloat16": 2.0**-9, "float16": 2.0**-11}[dtype] * (1 + 1e-6)
-        short = round_(array)
-        assert np.array_equal(short, rounded(short, dtype)) and not np.array_equal(short, array)
-        assert np.all(np.abs(short - array) <= 2 * unit * np.abs(array))
+def test_rounding_to_bfloat16_is_to_even():
     assert rounded(np.array([1 + 2.0**-9, 1 + 3 * 2.0**-9]), "bfloat16").tolist() == [1, 1 + 2**-7]
 
 
@@ -276,17 +243,3 @@ def test_statistics_of_each_rank_are_those_of_its_part(wrong, left, ways, status
     if status == "fault":
         assert (verdict.place.node, len(verdict.place.tensors)) == ("update", 1)
         assert verdict.place.ranks == (f"replica {wrong}",)
-
-
-def test_a_model_that_returns_its_input_has_examples():
-    """What an earlier pass returns is computed, as of a generator; not what a pass itself has."""
-
-    def returns_its_input(script):
-        for name in [n for n in script.arrays if n.split("/")[1] == "data" and n.endswith("/0")]:
-            position, _, shard, _ = name.split("/")
-            script.arrays[f"{position}/y_pred/{shard}/1"] = script.arrays[name]
-
-    one = Script(edit=returns_its_input)
-    whole = {"shard": whole_batch, "edit": returns_its_input}
-    verdict = verify(one.trace("one"), Script(replicas=2, replay=one, **whole).trace("two"))
-    assert verdict.place and verdict.place.node == "examples", str(verdict)

@@ -1,4 +1,4 @@
-"""Identities of examples that a script notes; `rows.py` has what they tell."""
+"""Identities of examples that a script notes, and what they tell of two trainings."""
 
 import keras
 import numpy as np

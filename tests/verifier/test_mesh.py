@@ -7,11 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from lockstep.comparison import compare_traces
 from lockstep.data.file import TraceError, load
 from lockstep.data.trace import Mesh
-from tests.verifier import shown
-from tests.verifier.recorder_scripts.recording import node_of
+from lockstep.engine import verify
+
+from . import shown
+from .changes import NOISY, on_two_ranks
+from .trainer import Script
 
 DP_TP = {"dp": 2, "tp": 2}
 
@@ -179,72 +181,22 @@ def test_mesh_and_rank():
     assert Mesh({"dp": 2}, ("dp",)).name_of(1) == "replica 1"
 
 
-# --- Verdicts on two ranks that split w of `(x @ w) * n` ------------------------------------------
-
-RATE = np.float32(0.1)
-ABOUT = {
-    "variables": [{"name": name, "kind": "weight"} for name in "wn"], "gradients": ["w", "n"],
-    "optimizer": {"class": "SGD", "framework": "torch"}, "calls": [["forward", "backward"]],
-    "settings": [[{"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}]],
-}  # fmt: skip
+# --- Verdicts on two ranks that compute one replica together --------------------------------------
 
 
-def recorded(mesh, placement, change, states):
-    """Returns a step of gradient descent; `change` changes examples and gradients of the ranks."""
-    generator = np.random.default_rng(1)
-    x, w = (generator.normal(size=shape).astype(np.float32) for shape in ((4, 3), (3, 6)))
-    y, n = x @ w, np.ones(6, np.float32)
-    error = y * n / 4  # Of the loss (y · n)² / 8, with respect to y · n.
-    ranks, gradients = range(mesh.size), {"w": x.T @ (error * n), "n": (error * y).sum(0)}
-    images, own = [x.copy() for _ in ranks], {"n": [gradients["n"] for _ in ranks]}
-    own["w"] = local_parts(gradients["w"], placement, mesh)
-    change(images, own)
-    arrays = {"data/0": images, **states}
-    for index, weights in enumerate((local_parts(w, placement, mesh), [n] * mesh.size)):
-        gradients = own["wn"[index]]
-        after = [each - RATE * g for each, g in zip(weights, gradients, strict=True)]
-        kinds = {"before": weights, "clipped": gradients, "after": after}
-        arrays |= {f"{kind}/{index}": of_ranks for kind, of_ranks in kinds.items()}
-    placements = {f"{kind}/0": placement for kind in ("before", "clipped", "after")}
-    return load(write(mesh, arrays, placements, **ABOUT))
+def verdict_of(views, **change):
+    """Returns the verdict on two ranks; kind of an array → what each of them has."""
+    one = Script()
+    kinds = {f"1/{kind}/0/0": of_ranks for kind, of_ranks in views.items()}
+    two = Script(replay=one, **change)
+    two.arrays |= {name: of_ranks[0] for name, of_ranks in kinds.items()}
+    return verify(one.trace(), on_two_ranks(two.trace("two.npz"), kinds))
 
 
-def nothing(images, own):
-    """Changes nothing."""
-
-
-def other_sum(images, own):
-    own["n"] = [2 * g for g in own["n"]]
-
-
-def other_part(images, own):
-    own["w"] = [own["w"][0], 1.01 * own["w"][1]]
-
-
-def other_examples(images, own):
-    images[1] = images[1][::-1]
-    other_part(images, own)
-
-
-def verdict_of(change=nothing, states=()):
-    one = recorded(Mesh({"dp": 1}, ("dp",)), "i o", nothing, {})
-    two = recorded(Mesh({"tp": 2}, ()), "i o[tp]", change, dict(states))
-    one.name, two.name = "one.npz", "two.npz"
-    return compare_traces([one, two], {})["two.npz"]
-
-
-def test_a_split_weight_is_the_same_training():
-    found = verdict_of()
-    assert found.ok and {"sum", "update"} <= {each.node for each in found.measured}, str(found)
-
-
-@pytest.mark.parametrize(
-    ("change", "node", "tensors"),
-    [(other_sum, "sum", ("n",)), (other_examples, "examples", ()), (other_part, "sum", ("w",))],
-)
-def test_what_the_ranks_of_a_replica_do_has_a_place(change, node, tensors):
-    found = verdict_of(change)
-    assert (node_of(found), found.place.tensors) == (node, tensors), str(found)
+def test_ranks_of_a_replica_have_equal_examples():
+    images = Script().arrays["1/data/0/0"]
+    found = verdict_of({"data": [images, images[::-1]]}, **NOISY)
+    assert shown(found) == "fault: examples: other_examples_in_a_replica"
 
 
 @pytest.mark.parametrize(("own", "after", "is_right"), [
@@ -256,9 +208,8 @@ def test_what_the_ranks_of_a_replica_do_has_a_place(change, node, tensors):
 def test_random_states_of_ranks_that_replay_replaced(own, after, is_right):
     """Seed and place of each rank: its own, that which `replay` loaded, and that after the step."""
     kinds = {"own_random": own, "random": [(5, 0), (5, 0)], "random_after": after}
-    states = {
-        f"{kind}/0": [np.repeat(np.uint8(state), 8) for state in of_ranks]
+    found = verdict_of({
+        kind: [np.repeat(np.uint8(state), 8) for state in of_ranks]
         for kind, of_ranks in kinds.items()
-    }
-    found = verdict_of(states=states)
+    })  # fmt: skip
     assert shown(found) == ("clean" if is_right else "fault: random: other_random_numbers")

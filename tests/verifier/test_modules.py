@@ -1,8 +1,5 @@
 """Modules: the first wrong one is said, also of parts on ranks, and of networks of PyTorch."""
 
-import dataclasses
-import types
-
 import numpy as np
 import pytest
 
@@ -10,17 +7,18 @@ from lockstep.data.trace import OF_MODULES, About, Trace, Variable
 from lockstep.engine import verify
 from lockstep.engine.verdict import FAULT
 
+from .changes import on_two_ranks
+
 NUM, WIDTH, CLASSES = 12, 6, 4
 MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
 WEIGHTS = ("layers.0.linear.weight", "layers.0.linear.bias", "head.weight", "head.bias")
 
 
-def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **about):
-    """Returns a recording of a step of `head(x + act(linear(x)))`.
+def trained(*, replicas=1, parts=1, modules=MODULES, wrong=None, **about):
+    """Returns a recording of a step of `head(x + act(linear(x)))` on examples in its own order.
 
     Args:
         parts: number of micro-batches.
-        order: order of the examples.
         modules: the recorded ones.
         wrong: array in the recording, such as "layers.0.act" or "head gradient" → function that
             changes it on replica 1; "x" and "x gradient" are those between the modules.
@@ -29,7 +27,7 @@ def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **a
     x_all, y_all = (generator.normal(size=(NUM, n)).astype(np.float32) for n in (WIDTH, CLASSES))
     shapes = (WIDTH, WIDTH), (WIDTH,), (CLASSES, WIDTH), (CLASSES,)
     w1, b1, w2, b2 = weights = [generator.normal(size=s).astype(np.float32) for s in shapes]
-    order = np.arange(NUM) if order is None else order
+    order = np.random.default_rng(replicas).permutation(NUM)
     trace = Trace(
         About(
             "torch", replicas, steps=(0,), modules=tuple(modules), gradients=WEIGHTS,
@@ -87,11 +85,6 @@ def unequal(array):
     return array * np.linspace(0.5, 1.5, array.shape[-1])
 
 
-def twice(array):
-    return 2 * array
-
-
-ORDER = np.random.default_rng(1).permutation(NUM)
 BIAS = trained().named(0, "before", 0)["head.bias"]
 PLACES = {
     "layers.0.linear": "layers.0.linear, forward", "layers.0.act": "layers.0.act, forward",
@@ -102,19 +95,17 @@ PLACES = {
     "layers.0.linear weight": "layers.0.linear, backward",
 }  # fmt: skip
 CASES = {  # Name: both, the second one, the module.
+    "right": ({}, {}, ""),
+    "right without modules": ({}, {"modules": ()}, ""),
+    "right in parts": ({}, {"parts": 3, "modules": ("head", "layers.0.linear")}, ""),
     **{
-        f"right, {', '.join(options)}": ({}, options, "")
-        for options in (
-            {"order": ORDER}, {"modules": ()}, {"parts": 3, "modules": ("head", "layers.0.linear")},
-        )
-    },
-    **{
-        place: ({}, {"parts": 1 + number % 2, "order": ORDER, "wrong": {place: unequal}}, module)
+        place: ({}, {"parts": 1 + number % 2, "wrong": {place: unequal}}, module)
         for number, (place, module) in enumerate(PLACES.items())
     },
     "only the head": (
-        {"modules": ("head",)}, {"wrong": {"layers.0.act": twice}}, "before head, forward"),
-    "between two": ({"modules": ("layers.0.act", "head")}, {"wrong": {"layers.0 gradient": twice}},
+        {"modules": ("head",)}, {"wrong": {"layers.0.act": unequal}}, "before head, forward"),
+    "between two": (
+        {"modules": ("layers.0.act", "head")}, {"wrong": {"layers.0 gradient": unequal}},
         "after layers.0.act, backward"),
     "a repeated bias": ({}, {"wrong": {"head": lambda y: y + BIAS}}, "head, forward"),
     "16 bits": (
@@ -135,32 +126,20 @@ def test_the_first_wrong_module_is_said_with_its_pass(name):
 # --- Parts of arrays on the ranks of one replica -------------------------------------------------
 
 
-def on_two_ranks(wrong=None, **changes):
+def judged_in_parts(wrong=None, **changes):
     """Returns the verdict if ranks of tensor parallelism have parts of some arrays.
 
     Args:
         wrong: see `trained`.
         changes: kind → module → function that returns the arrays of both ranks.
     """
-    first, one = trained(), trained(wrong=wrong)
-    about = dataclasses.replace(one.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
-    second, views = Trace(about, one.stored(), "two.npz"), {}
-    for kind in ("before", "after"):
-        second.put(0, kind, 1, second.arrays(0, kind, 0))
+    second, views = trained(wrong=wrong), {}
     for kind, of_module in changes.items():
         for module, parts_of in of_module.items():
             name = f"1/{kind}/0/{MODULES.index(module)}"
-            parts = parts_of(second.stored()[name])
-            second.stored()[name] = parts[0]
-            views[name] = {
-                rank: types.SimpleNamespace(read=part.copy) for rank, part in enumerate(parts)
-            }
-    second.views_of = views
-    return verify(first, second)
-
-
-def columns(array):
-    return array[:, :3], array[:, 3:]
+            views[name] = parts_of(second.stored()[name])
+            second.stored()[name] = views[name][0]
+    return verify(trained(), on_two_ranks(second, views))
 
 
 def blocks(array):
@@ -182,7 +161,8 @@ def parts_of(*factors):
 
 ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None if all are right.
     "parts and sums": (
-        {}, {"module_out": {"layers.0.linear": columns, "layers.0.act": summands}}, None),
+        {}, {"module_out": {
+            "layers.0.linear": lambda a: (a[:, :3], a[:, 3:]), "layers.0.act": summands}}, None),
     "blocks": ({}, {"module_out": {"layers.0.linear": blocks}}, None),
     "gradients": ({}, {"module_in_grad": {"head": summands, "layers.0.act": blocks}}, None),
     "not reduced": ({"layers.0": half}, {"module_out": {"layers.0.act": summands}},
@@ -202,6 +182,6 @@ ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_parts_of_arrays_of_modules_on_ranks(name):
     wrong, parts, module = ON_RANKS[name]
-    verdict = on_two_ranks(wrong, **parts)
+    verdict = judged_in_parts(wrong, **parts)
     assert (verdict.status == FAULT) == (module is not None), verdict
     assert module is None or verdict.place.module == module

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lockstep.numeric.arrays import EPS, UNITS, distance
+from lockstep.numeric.arrays import EPS, UNITS, Rows, dense, distance
 from lockstep.numeric.state_bounds import of_change, of_start, spread_of
 from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance
 
@@ -48,23 +48,8 @@ def test_the_bound_of_a_change_ignores_the_difference_of_a_wrong_gradient():
     assert allowed[0] < 1e-5 < allowed[1] < 1e-3 and np.isinf(allowed[2:]).all()
 
 
-def test_a_gradient_that_cancels_the_momentum_may_differ_in_its_last_place():
-    """Adam's second step: of 1,000 changes, that of one weight is 1e-5 of the usual one."""
-
-    def change(gradient):
-        momentum = np.float32(0.1) * gradient + np.float32(0.9) * momenta
-        return (1e-3 * momentum / np.abs(momenta)).astype(np.float64)
-
-    momenta = np.full(1000, 1.6e-5, np.float32)
-    gradient = np.full(1000, 1e-4, np.float32)
-    gradient[0] = -9 * momenta[0] * np.float32(1 + 1e-5)
-    other = np.nextafter(gradient, np.float32(0))
-    first, second, size = change(gradient), change(other), np.full(1000, 1e-6)
-    spread = spread_of(gradient, other, 1e-4)
-    assert 0 < spread.max() <= EPS and abs(first[0]) < 1e-4 * abs(first[1])
-    allowed = of_change(first, second, size, spread, unit=EPS, is_weight=True, mixes=0.0)
-    assert (np.abs(second - first) <= allowed).all() and (allowed < 1e-5 * first[1]).all()
-    assert np.abs(second - first)[0] > 64 * EPS * np.abs(first[0])
+def test_rows_with_one_number_are_added():
+    assert dense(Rows(np.ones((2, 1)), np.array([1, 1]), 3)).tolist() == [[0], [2], [0]]
 
 
 def test_values_that_are_not_finite_are_far_unless_both_have_them():

@@ -15,10 +15,7 @@ NUM_EXAMPLES, BATCH, FEATURES, OUTPUTS = 40, 16, 12, 3
 STEPS_PER_EPOCH = 3  # Batches of 16, 16 and 8.
 WEIGHTS = ("dense/kernel", "dense/bias")
 NORM = "norm/moving_mean", "norm/moving_variance"
-SLOTS = {
-    "SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step"),
-    "RMSprop": ("square_avg", "momentum_buffer", "step"),
-}  # fmt: skip
+SLOTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step")}
 
 Arrays = list[np.ndarray]
 
@@ -50,10 +47,7 @@ def sgd(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> 
     """Updates weights and momentum in place in float32, as `torch.optim.SGD` does."""
     s = script.settings
     for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        if script.decays_gradient:
-            gradient = gradient + np.float32(s["weight_decay"]) * weight
-        else:
-            weight -= np.float32(s["learning_rate"] * s["weight_decay"]) * weight
+        gradient = gradient + np.float32(s["weight_decay"]) * weight
         state[i][:] = np.float32(s["momentum"]) * state[i] + gradient
         ahead = gradient + np.float32(s["momentum"]) * state[i]
         weight -= np.float32(s["learning_rate"]) * (ahead if s["nesterov"] else state[i])
@@ -76,20 +70,7 @@ def adam(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) ->
         weight -= rate * first / root
 
 
-def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
-    s = script.settings
-    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        square, velocity, number = state[3 * i : 3 * i + 3]
-        number += 1
-        gradient = gradient + np.float32(s["weight_decay"]) * weight
-        square[:] = np.float32(s["rho"]) * square + np.float32(1 - s["rho"]) * gradient**2
-        scaled = gradient / (np.sqrt(square) + np.float32(s["epsilon"]))
-        if s["momentum"]:
-            velocity[:] = np.float32(s["momentum"]) * velocity + scaled
-        weight -= np.float32(s["learning_rate"]) * (velocity if s["momentum"] else scaled)
-
-
-UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop}
+UPDATES = {"SGD": sgd, "Adam": adam}
 
 
 @dataclasses.dataclass
@@ -109,21 +90,17 @@ class Script:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
     initial_scale: float = 0.1
-    decays_gradient: bool = True
     replay: "Script | None" = None
     permute: int | None = None
     batch: Callable = batch_of
     shard: Callable = split_evenly
     inputs: Callable = lambda x: x
-    augment: Callable = lambda step, rows, x: x
-    ids: Callable | None = None  # Of rows: what the script notes.
     gradient: Callable = lambda script, replica, gradients: gradients
     reduce: Callable | None = mean_of
     clip: Callable = lambda replica, gradients: gradients
     norm_momentum: float = 0.1
     unbiased: bool = False
     local_norm: bool = False
-    sums_loss: bool = False  # Instead of the mean over the examples.
     weighted: bool = True  # Replicas are weighted by their examples, as is correct.
     update: Callable | None = None
     edit: Callable = lambda script: None  # Changes the arrays of the recording.
@@ -134,8 +111,6 @@ class Script:
         if self.optimizer == "Adam":
             given = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
             given["weight_decay"] = 0.0
-        if self.optimizer == "RMSprop":
-            given |= {"learning_rate": 0.01, "rho": 0.99, "epsilon": 1e-8, "centered": False}
         self.settings = given | self.settings
         self.states: dict[int, list[Arrays]] = {}  # Step → the state of each replica before it.
         self.arrays: dict[str, np.ndarray] = {}
@@ -173,21 +148,17 @@ class Script:
         if self.permute is not None:
             generator = np.random.default_rng(self.permute)
             shards = [generator.permutation(shard) for shard in shards]
-        x = [
-            self.augment(step, shard, self.inputs(inputs[shard])).astype(np.float32)
-            for shard in shards
-        ]
+        x = [self.inputs(inputs[shard]) for shard in shards]
         sent, losses = [], []
         for replica, shard in enumerate(shards):
             kernel, bias = states[replica][:2]
             wrong = x[replica] @ kernel + bias - targets[shard]
-            factor = len(shard) if self.sums_loss else 1
             share = len(shard) * self.replicas / len(rows) if self.weighted else 1
             size = max(wrong.size, 1)
-            scale = np.float32(2 * factor * share / size)
+            scale = np.float32(2 * share / size)
             own = [scale * (x[replica].T @ wrong), scale * wrong.sum(axis=0)]
             sent.append([g.astype(np.float32) for g in self.gradient(self, replica, own)])
-            losses.append([np.float32(factor * np.sum(wrong**2) / size)])
+            losses.append([np.float32(np.sum(wrong**2) / size)])
         sums = self.reduce(sent) if self.reduce else sent
         applied = [
             self.clip(replica, [array.copy() for array in sums[replica]])
@@ -205,8 +176,6 @@ class Script:
                 ("sums", sums), ("clipped", applied),
             ):  # fmt: skip
                 self._keep(step, kind, arrays)
-            if self.ids:
-                self._keep(step, "ids", [[self.ids(shard)] for shard in shards])
 
     def _normalise(self, x: list[np.ndarray], states: list[Arrays]) -> None:
         """Updates the moving statistics with those of the batch, or of each replica's part."""
