@@ -1,18 +1,21 @@
 """`lockstep.assert_same_training`: records each variant in processes of its own."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
 import sys
 
+import numpy as np
 import pytest
 
 import lockstep
+from lockstep.data.trace import OF_MODULES
 from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
 from tests.verifier.recorder_scripts import needs, run_script
-from tests.verifier.trainer import Script
+from tests.verifier.trainer import BATCH, Script
 
 
 def record(**options):
@@ -29,6 +32,35 @@ two = functools.partial(record, replicas=2)
 not_all_reduced = functools.partial(record, replicas=2, reduce=None)
 normalised_by_each_replica = functools.partial(record, replicas=2, local_norm=True)
 one_of_two_steps = functools.partial(record, steps=(0,), about={"asked": [0, 1]})
+
+
+def with_module(factor, script):
+    """Adds the arrays of a module, whose gradient by its input has a factor."""
+    script.about = {"modules": ("dense",)}
+    for position, kind in itertools.product((1, 2), OF_MODULES):
+        array = np.random.default_rng(position).normal(size=(BATCH, 3))
+        array *= factor if kind == "module_in_grad" else 1
+        script.arrays[f"{position}/{kind}/0/0"] = array.astype(np.float32)
+
+
+def record_modules(factor=1, **options):
+    """Records a module, too, if it is asked for."""
+    if json.loads(os.environ["LOCKSTEP_RECORD"])["modules"]:
+        options["edit"] = functools.partial(with_module, factor)
+    record(**options)
+
+
+def bent(script, replica, gradients):
+    return [gradient + np.roll(gradient, 1) ** 2 for gradient in gradients]
+
+
+wrong_module = functools.partial(record_modules, factor=2, gradient=bent)
+
+
+def wrong_and_too_large_with_modules():
+    if json.loads(os.environ["LOCKSTEP_RECORD"])["modules"]:
+        raise MemoryError
+    record(gradient=bent)
 
 
 def is_first_run():
@@ -165,6 +197,16 @@ def test_the_reference_is_run_by_part_where_layers_compute_per_replica(reference
     assert "the reference was run once for each rank's part of the batch" in told and note in told
 
 
+def test_the_first_wrong_module_is_named_where_no_mistake_is_known(capsys):
+    variants = {"a": wrong_module, "b": wrong_and_too_large_with_modules}
+    verdicts = verify_trainings(record_modules, variants, Settings(tolerance=1e-4))
+    assert capsys.readouterr().err.count("reference with modules: running") == 1
+    for verdict, module in zip(verdicts.values(), ("dense, backward", ""), strict=True):
+        assert any(text.startswith("reproducible: ") for text in verdict.remarks)
+        assert (verdict.place.node, verdict.place.module) == ("gradient", module)
+        assert ("modules" in json.loads(verdict.to_json())["remedy"]) == (not module)
+
+
 @pytest.mark.slow
 @needs("torch")
 def test_a_small_gpt_in_five_layouts_is_the_training_of_one_process():
@@ -174,26 +216,3 @@ def test_a_small_gpt_in_five_layouts_is_the_training_of_one_process():
     )
     done = run_script("torch", "-c", code, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-@needs("torch")
-@pytest.mark.parametrize(
-    "kind, module", [("detached", "1, backward"), ("hooked", ""), ("short", "")]
-)
-def test_the_first_wrong_module_is_named_where_no_mistake_is_known(tmp_path, kind, module):
-    script = ROOT / "tests" / "verifier" / "recorder_scripts" / "torch_unexplained.py"
-    done = run_script(
-        *("torch", "-m", "lockstep", "run", "--json", f"--keep={tmp_path}"),
-        f"--reference=python {script}",
-        f"--variant=a=python {script} {kind}",
-        f"--variant=b=python {script} {kind}",
-        cwd=tmp_path, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 9, done.stderr[-3000:]
-    assert done.stderr.count("reference with modules: running") == 1
-    for training in json.loads(done.stdout)["trainings"].values():
-        assert any(text.startswith("reproducible: ") for text in training["remarks"])
-        place = training["place"]
-        assert (place["node"], place["module"]) == ("gradient", module)
-        assert ("modules" in training["remedy"]) == (kind == "short")
