@@ -1,4 +1,7 @@
-"""Recordings are written while the training runs; one that was not finished says so."""
+"""Recordings are written while the training runs; one that was not finished says so.
+
+That memory holds less than one step is a case of `torch_files.py`.
+"""
 
 import concurrent.futures
 import os
@@ -15,13 +18,12 @@ from lockstep import __main__ as command
 from lockstep.data.file import Writer, load, save
 from lockstep.recorders.output import Output
 from tests.verifier import trace_samples
-from tests.verifier.recorder_scripts import ROOT, Scripts, needs
+from tests.verifier.recorder_scripts import ROOT
 
 UNFINISHED = (
     ": the recording was not finished: the training was killed or is still running, the disk was"
     " full, or the file is truncated; record it again\n"
 )
-WEIGHTS_BYTES = 4 * (300 * 300 + 300 + 300 + 1)  # Of `torch_streaming.py`.
 
 
 def verdict(capsys, *paths):
@@ -133,6 +135,16 @@ def test_several_threads_write_one_file(tmp_path):
         assert file.testzip() is None
 
 
+def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
+    (tmp_path / "one.npz").mkdir()
+    output = Output(str(tmp_path / "one.npz"))
+    output.put("1/loss/0/0", np.ones(1))
+    assert output.add("data/0/0", np.ones(1)) is None and output.has_failed
+    output.close({})
+    error = f"lockstep: {tmp_path}/one.npz: cannot be written (Is a directory); the training is not"
+    assert capsys.readouterr().err == f"{error} recorded\n"
+
+
 HOLD = """
 import numpy, sys
 from lockstep.recorders.output import Output
@@ -169,44 +181,3 @@ def test_an_older_recording_stays_until_the_first_array_of_the_new_one(tmp_path,
     output.add("data/0/0", np.ones(2, np.float32))
     assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
     assert older.arrays(0, "before", 0) is not None  # Who has opened it can read it.
-
-
-# --- Trainings with PyTorch ----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def run():
-    """Returns a function that runs `torch_streaming.py` in a folder."""
-    with Scripts() as scripts:
-        yield lambda kind, folder: scripts("torch", "torch_streaming.py", kind, folder=folder)
-
-
-def with_torch(function):
-    return pytest.mark.slow(needs("torch")(function))
-
-
-@with_torch
-def test_memory_holds_less_than_one_step_and_a_full_disk_is_one_line(run, tmp_path, capsys):
-    """The training continues, and has the weights that it has without a recording."""
-    weights, _ = run("alone", tmp_path)[1].splitlines()
-    code, printed = run("whole", tmp_path)
-    assert (code, printed.splitlines()[0]) == (0, weights)
-    assert load(tmp_path / "whole.npz").steps == (0, 1, 2, 3, 4, 5)
-    # A step has eight arrays for each weight. In memory are those that the next ones may equal (of
-    # the weight, its state and its gradient), the gradient before it is reduced, and a copy.
-    assert 0 < int(printed.splitlines()[1]) < 6.5 * WEIGHTS_BYTES
-    code, printed = run("full", tmp_path)
-    reason = "cannot be written (File too large); the training is not recorded"
-    assert (code, printed) == (0, f"lockstep: full.npz: {reason}\n{weights}\n0\n")
-    assert {path.name for path in tmp_path.iterdir()} == {"full.npz", "printed.txt", "whole.npz"}
-    assert (tmp_path / "full.npz").stat().st_size == 0
-    assert verdict(capsys, tmp_path / "full.npz") == (3, f"error: {tmp_path}/full.npz{UNFINISHED}")
-
-
-@with_torch
-def test_a_training_that_ends_early_leaves_its_steps_and_why(run, tmp_path):
-    code, printed = run("raised", tmp_path)
-    assert code == 1 and "the training ended before steps [2, 3, 4, 5]" in printed
-    trace = load(tmp_path / "raised.npz")
-    assert trace.steps == (0, 1) and trace.about.asked == (0, 1, 2, 3, 4, 5)
-    assert trace.about.ended_with == "RuntimeError: a step failed"

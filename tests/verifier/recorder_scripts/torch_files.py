@@ -1,12 +1,14 @@
 """Cases of PyTorch: what is in a file, and what cannot be recorded."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
+import contextlib
 import copy
 import importlib
 import itertools
 import os
 import pathlib
 import sys
+import tracemalloc
 import types
 
 import numpy as np
@@ -190,6 +192,44 @@ def case_copies():
         for steps_of in (plain, copied)
     )
     assert_equal(first.arrays, second.arrays)
+
+
+def case_memory():
+    """It holds less than one step, as arrays are written as they come."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
+
+    def steps_of(model, optimizer, step):
+        if step == 2:
+            tracemalloc.start()  # Of arrays of NumPy, not of tensors.
+        optimizer.zero_grad()
+        model(torch.randn(8, 300)).square().mean().backward()
+        optimizer.step()
+
+    train(model, adamw(model), "memory.npz", steps_of, 6, steps=6)
+    # A step has eight arrays for each weight. In memory are those that the next ones may equal (of
+    # the weight, its state and its gradient), the gradient before it is reduced, and a copy.
+    size = sum(p.nbytes for p in model.parameters())
+    assert 0 < tracemalloc.get_traced_memory()[1] < 6.5 * size
+
+
+def case_an_early_end():
+    """A training that ends early leaves its steps, and why it has ended."""
+
+    def steps_of(model, optimizer, step):
+        loss_of(model, step)
+        if step == 2:
+            raise RuntimeError("a step\nfailed")
+        plain(model, optimizer, step)
+
+    def ended():
+        with contextlib.suppress(RuntimeError):
+            recorded("ended", None, momentum, steps_of, 6, steps=6)
+
+    (told,) = warnings_of(ended)
+    assert "the training ended before steps [2, 3, 4, 5]" in told
+    about = Trace("ended").about
+    assert about["steps"] == [0, 1] and about["asked"] == [0, 1, 2, 3, 4, 5]
+    assert about["ended_with"] == "RuntimeError: a step failed"
 
 
 def case_errors():

@@ -19,51 +19,19 @@ def record_one_process():
     train_rows("rows_of_one.npz")
 
 
-def ddp(path, model=None, **options):
-    model = DistributedDataParallel(network() if model is None else model)
-    steps_of = functools.partial(clipped, shard=own_shard())
-    return train(model, adamw(model), path, steps_of, **options)
-
-
-def case_ddp():
-    assert is_equal(ddp(None, network(0.2)), ddp("bits.npz", network(0.2), steps=[1, 2]))
-    ddp("ddp.npz")
-    trace = of_all_ranks("ddp")
-    assert [about["replicas"] for about in trace.abouts] == [[0], [1]]
-    about = trace.about
-    assert (about["num_replicas"], about["reduction"]) == (2, "mean")
-    assert about["passes"] == [["ddp"]] * 3
-    for step in range(3):
-        for replica in range(2):
-            assert_equal(trace.kind("sums", step, replica), mean_of_raw(trace, step))
-        assert_equal(trace.kind("clipped", step), trace.kind("clipped", step, 1))
-        assert norm_of(trace.kind("clipped", step)) <= 0.5 + 1e-6
-        a, b = (trace.kind("data", step, replica)["0"] for replica in range(2))
-        assert len(a) == len(b) == 6 and not np.array_equal(a, b)
-
-
-# --- Weights and state of which each process has a part ------------------------------------------
-
-
-def fsdp(path, **options):
-    model = network()
+def sharded(model):
     fully_shard(model[4])
-    fully_shard(model)
-    steps_of = functools.partial(clipped, shard=own_shard())
-    return train(model, adamw(model), path, steps_of, **options)
+    return fully_shard(model)
 
 
-def case_fsdp():
-    assert is_equal(fsdp(None), fsdp("bits.npz", steps=[1]))
-    fsdp("fsdp.npz")
-    trace = of_all_ranks("fsdp")
-    about = trace.abouts[1]
-    assert (about["mesh"], about["data_axes"]) == ({"data": 2}, ["data"])
-    assert about["ranks"] == [1] and about["num_replicas"] == 2 and "replicas" not in about
-    # Rows of parts, of which the last may have less.
-    assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
-    index = trace.about["gradients"].index("4.weight")
-    assert about["placements"][f"clipped/{index}"] == "d0[data] d1" and not trace.kind("raw")
+def case_no_bit_changes_on_ranks():
+    for wrapped in (DistributedDataParallel, sharded):
+        bits = []
+        for path in (None, "bits.npz"):
+            model = wrapped(network(0.2))
+            steps_of = functools.partial(clipped, shard=own_shard())
+            bits.append(train(model, adamw(model), path, steps_of, steps=[1, 2]))
+        assert is_equal(*bits)
 
 
 class OwnRows(torch.optim.SGD):
