@@ -1,15 +1,12 @@
 """Cases of PyTorch: what belongs to a step, however the script calls models and optimizers."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
-import functools
 import types
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lockstep import compare
-from lockstep.data import file as trace_file
 from lockstep.oracles.rules import rule_of, updated
 from lockstep.recorders.torch import modules
 from recording import Trace
@@ -27,46 +24,6 @@ def case_repeated_update():
     assert twice.about["steps"] == [0, 2]
     counts = [twice.kind(kind, 2)["0.weight/step"] for kind in ("before", "after")]
     assert counts == [4, 6]
-
-
-def train_passes(way, model, optimizer, step):
-    """Trains on three batches; autograd adds up their gradients, or the script does."""
-    optimizer.zero_grad(set_to_none=way != "zeros")
-    sums = [0, 0, 0, 0]
-    for number in range(3):
-        x, y = batch(number)
-        outputs = model.second(model.first(x.flatten(1))) if way == "parts" else model(x)
-        loss = F.mse_loss(outputs, y)
-        if way == "engine":
-            own = torch.autograd.grad(loss, [*model.parameters()])
-            sums = [a + b for a, b in zip(sums, own, strict=True)]
-            continue
-        loss.backward()
-        if way == "cleared" and not number:
-            for weight in model.parameters():
-                weight.grad.zero_()
-    if way == "engine":
-        for weight, own in zip(model.parameters(), sums, strict=True):
-            weight.grad = own
-    optimizer.step()
-
-
-def case_backward_passes():
-    """What autograd computes in each pass of a step that has several, also if an engine adds it."""
-    found = {}
-    for way in ("plain", "zeros", "cleared", "engine", "parts"):
-        train_way = functools.partial(train_passes, way)
-        trace = recorded(way, Halves(), adamw, train_way, 2, steps=2)
-        assert trace.about["steps"] == [0, 1]
-        assert way != "plain" or trace.about["micro_batches"] == [3, 3]
-        found[way] = trace_file.load(f"{way}.npz")
-    first = found["plain"].backward_passes(0, 0)
-    for name, total in found["plain"].named(0, "clipped", 0).items():
-        assert np.array_equal(first[0][name] + first[1][name] + first[2][name], total)
-    for way in ("zeros", "cleared", "engine", "parts"):
-        for own, other in zip(first, found[way].backward_passes(0, 0), strict=True):
-            assert_equal(own, other)
-    assert found["engine"].named(0, "raw", 0) is None
 
 
 def with_closure(model, optimizer, step):
@@ -95,20 +52,6 @@ def case_closures():
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
-
-
-def case_changes_in_hooks_after_the_update():
-    """They belong to the step."""
-
-    def steps_of(model, optimizer, step):
-        if step == 0:
-            optimizer.register_step_post_hook(lambda *_: model.first.weight.data.clamp_(-0.1, 0.1))
-        plain(model, optimizer, step)
-
-    trace = recorded("clamped", Halves(), adamw, steps_of, 2, steps=2)
-    for step in (0, 1):
-        after = trace.kind("after", step)["first.weight"]
-        assert np.abs(after).max() == np.float32(0.1) and not trace.kind("left", step)
 
 
 def train_halves(path, choose=lambda *both: None, **options):

@@ -92,12 +92,6 @@ def own_shard():
     return (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
 
 
-def of_all_ranks(name):
-    """Returns a recording, once all processes have written their parts."""
-    dist.barrier()
-    return Trace(name)
-
-
 def refused(expected, function, *args, **options):
     """Checks that a call is refused with one line that begins so."""
     try:
@@ -134,8 +128,3 @@ def assert_close(a, b, tolerance=1e-5):
 
 def norm_of(arrays):
     return sum(np.square(x, dtype=float).sum() for x in arrays.values()) ** 0.5
-
-
-def mean_of_raw(trace, step):
-    raw = [trace.kind("raw", step, replica) for replica in range(2)]
-    return {name: (raw[0][name] + raw[1][name]) / 2 for name in raw[0]}
