@@ -19,12 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import lockstep
 from lockstep import compare, record_torch
-from lockstep.recorders.torch import private
 from lockstep.recorders.torch.values import rounds_to_tf32
 from recording import Trace
 from torch_training import *
-
-NO_NAME = f"record_torch: PyTorch {torch.__version__} has no "
 
 
 def evaluated(model, optimizer, step):
@@ -254,14 +251,11 @@ def case_errors():
         ("permute=1.5: ", model, own, {"permute": 1.5}),
         ("steps=count(100001): must be numbers", model, own, {"steps": itertools.count()}),
         ("others: have names of the model's own weights", model, own, {"others": average}),
-        ("replay=first.npz: lacks steps [9]", model, own, {"steps": [9], **first}),
-        ("replay=absent.npz: does not exist", model, own, {"replay": "absent.npz"}),
         ("replay=damaged.npz: is no .npz file", model, own, {"replay": "damaged.npz"}),
         ("replay=first.npz: no weight fits weight (5, 7)", larger, other, {"steps": 1, **first}),
         ("replay=first.npz: no weight fits 1.bias (4,)", model, own,
          {"steps": [0], "names": {"1.bias": "4.weight"}, **first}),
         ("shards='each': must be", model, own, {"shards": "each"}),
-        ("model: must be a torch.nn.Module, or a list of several, and is None", None, own, {}),
         ("model: must be a torch.nn.Module", {}, None, {}),
         ("optimizer: an object of the type int is no optimizer", model, 5, {}),
         ("mesh: must be a DeviceMesh, and is an object of the type int", model, own, {"mesh": 5}),
@@ -269,9 +263,7 @@ def case_errors():
         ("optimizer: an object of the type type is no", model, torch.optim.SGD, {}),
         ("others: must be modules by names", model, own, {"others": [model]}),
         ("others: must be modules by names", model, own, {"others": {"ema": None}}),
-        ("names: must be a mapping of names", model, own, {"names": 5}),
         ("replay: must be the path of a recording", model, own, {"replay": 5}),
-        ("first_step=one: ", model, own, {"first_step": "one"}),
     ):  # fmt: skip
         refused(expected, record_torch.record, "x.npz", model_of, optimizer, **options)
     for optimizer in (own, [own], None):
@@ -306,23 +298,3 @@ def case_versions():
     torch.__version__ = "2.7.1"
     expected = "model: fully_shard of PyTorch 2.7.1; needs 2.8 or newer"
     refused(expected, record_torch.record, "x.npz", sharded, momentum(sharded))
-
-
-def case_private_names():
-    """A name that PyTorch does not have is an error with its version in one line."""
-    for each in (
-        *(private.number_of, private.values_of_sparse, private.indices_of_sparse),
-        *(private.move_first, private.weights_of_group, private.mesh_of_group),
-    ):
-        refused(NO_NAME, each, object())
-    model = network()
-    ((clips, clip, _),) = private.clipping(None)
-    for owner, name, function, *arguments in (
-        (torch.utils._pytree, "tree_leaves", importlib.reload, private),
-        (*private.ENGINE, importlib.reload, private),
-        (clips, clip, record_torch.record, "x.npz", model, momentum(model)),
-    ):
-        value = getattr(owner, name)
-        delattr(owner, name)
-        refused(NO_NAME, function, *arguments)
-        setattr(owner, name, value)
