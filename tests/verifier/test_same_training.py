@@ -75,11 +75,6 @@ def wrong_at_times():
     not_all_reduced() if is_first_run() else two()
 
 
-def records_once():
-    if is_first_run():
-        not_all_reduced()
-
-
 def on_rank_0_of_two():
     if os.environ["RANK"] == "0":
         record(replicas=int(os.environ["WORLD_SIZE"]))
@@ -152,7 +147,6 @@ def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
 
 @pytest.mark.parametrize("training, told", [
     (wrong_at_times, "not reproducible: a second run"),
-    (records_once, "a, second run: the training recorded nothing"),
     ((fails, 2), "a: the training ended with exit code 1 in process [01]"),
     (records_nothing, r"a: the training recorded nothing; put its steps into .*\n.*are needed"),
     (records_a_part, r"a: the training recorded nothing that can be read \(.*damaged"),

@@ -21,18 +21,6 @@ def network(dropout=0.0):
     return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(64, 5))
 
 
-class Halves(nn.Module):
-    """Has two parts, which may have an optimizer each."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 8), nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.second(self.first(x.reshape(len(x), -1)))
-
-
 def batch(step, shard=0, num_shards=1):
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(12, 1, 8, 8, generator=generator)
