@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import functools
 import importlib
 import itertools
 import os
@@ -113,24 +114,19 @@ class Rotated(nn.Module):
     def __init__(self, angle=0):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 4), nn.Linear(64, 2)
+        self.layer = nn.Linear(64, 4)
         self.register_buffer("rotations", torch.polar(torch.ones(2), torch.arange(2.0) + angle))
 
     def forward(self, images):
-        x = images.flatten(1)
-        pairs = torch.view_as_complex(self.first(x).unflatten(1, (-1, 2))) * self.rotations
-        return [torch.view_as_real(pairs).flatten(1), x > 0, [self.second(x), len(x)]]
+        x = self.layer(images.flatten(1))
+        pairs = torch.view_as_complex(x.unflatten(1, (-1, 2))) * self.rotations
+        return [torch.view_as_real(pairs).flatten(1), x > 0, [2 * x, len(x)]]
 
 
 def case_outputs():
     """The loss uses one of several outputs; masks and complex buffers are recorded, too."""
-
-    def steps_of(model, optimizer, step):
-        optimizer.zero_grad()
-        model(batch(step)[0])[0].sum().backward()
-        optimizer.step()
-
-    given = {"steps_of": steps_of, "num_steps": 1, "steps": 1}
+    first = functools.partial(plain, loss=lambda model, step, *_: model(batch(step)[0])[0].sum())
+    given = {"steps_of": first, "num_steps": 1, "steps": 1}
     trace, model = recorded("outputs", Rotated(), **given), Rotated(angle=1)
     y_grad = trace.kind("y_grad")
     assert (y_grad["0"] == 1).all() and not y_grad["1"].any()
@@ -141,14 +137,10 @@ def case_outputs():
 
 
 def case_sparse_gradients():
-    def steps_of(model, optimizer, step):
-        model(torch.tensor([[1, 2], [2, 7]])).sum().backward()
-        optimizer.step()
-
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    train(model, optimizer, "sparse.npz", steps_of, 1, steps=1)
-    raw = Trace("sparse").kind("raw")
+    tokens = torch.tensor([[1, 2], [2, 7]])
+    steps_of = functools.partial(plain, loss=lambda model, *_: model(tokens).sum())
+    raw = recorded("sparse", model, momentum, steps_of, 1, steps=1).kind("raw")
     assert sorted(raw["0.weight/indices"].tolist()) == [1, 2, 2, 7]
     assert raw["0.weight/values"].shape == (4, 3) and raw["0.weight/rows"] == 10
     assert "0.weight" not in raw and compare("sparse.npz", "sparse.npz").ok
@@ -195,14 +187,12 @@ def case_memory():
     """It holds less than one step, as arrays are written as they come."""
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
 
-    def steps_of(model, optimizer, step):
+    def loss(model, step, *_):
         if step == 2:
             tracemalloc.start()  # Of arrays of NumPy, not of tensors.
-        optimizer.zero_grad()
-        model(torch.randn(8, 300)).square().mean().backward()
-        optimizer.step()
+        return model(torch.randn(8, 300)).square().mean()
 
-    train(model, adamw(model), "memory.npz", steps_of, 6, steps=6)
+    train(model, adamw(model), "memory.npz", functools.partial(plain, loss=loss), 6, steps=6)
     # A step has eight arrays for each weight. In memory are those that the next ones may equal (of
     # the weight, its state and its gradient), the gradient before it is reduced, and a copy.
     size = sum(p.nbytes for p in model.parameters())
@@ -212,15 +202,14 @@ def case_memory():
 def case_an_early_end():
     """A training that ends early leaves its steps, and why it has ended."""
 
-    def steps_of(model, optimizer, step):
-        loss_of(model, step)
+    def loss(model, step, *shard):
         if step == 2:
             raise RuntimeError("a step\nfailed")
-        plain(model, optimizer, step)
+        return loss_of(model, step, *shard)
 
     def ended():
         with contextlib.suppress(RuntimeError):
-            recorded("ended", None, momentum, steps_of, 6, steps=6)
+            recorded("ended", None, momentum, functools.partial(plain, loss=loss), 6, steps=6)
 
     (told,) = warnings_of(ended)
     assert "the training ended before steps [2, 3, 4, 5]" in told

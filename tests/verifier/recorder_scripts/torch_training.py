@@ -41,10 +41,10 @@ def loss_of(model, step, *shard):
     return F.mse_loss(model(x), y)
 
 
-def plain(model, optimizer, step, shard=(0, 1), limit=None):
+def plain(model, optimizer, step, shard=(0, 1), limit=None, loss=loss_of):
     """Trains one step, as most scripts do; clips gradients to a limit."""
     optimizer.zero_grad()
-    loss_of(model, step, *shard).backward()
+    loss(model, step, *shard).backward()
     if limit:
         nn.utils.clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
