@@ -1,8 +1,6 @@
 """Cases of PyTorch: what belongs to a step, however the script calls models and optimizers."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
-import types
-
 import numpy as np
 import torch
 
@@ -42,43 +40,15 @@ def case_closures():
     """One call in a step is recorded as usual; with several, as of LBFGS, the step is left out."""
     plain_one = recorded("plain", steps_of=plain, num_steps=3)
     assert_equal(plain_one.arrays, recorded("closure", None, adamw, with_closure, 3).arrays)
-    bits = []
-    for path in (None, "lbfgs.npz"):
-        model = network()
-        optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=2)
-        given = model, optimizer, path, with_closure
-        told = warnings_of(lambda *given: bits.append(train(*given)), *given)
-    assert is_equal(*bits)
+    told = warnings_of(
+        assert_no_bit_changes, network, "lbfgs.npz", with_closure,
+        lambda model: torch.optim.LBFGS(model.parameters(), 0.01, max_iter=2),
+    )  # fmt: skip
     assert ["calls its closure several times" in text for text in told] == [True]
     refused("lbfgs.npz: has no steps", compare, "lbfgs.npz", "lbfgs.npz")
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
-
-
-def train_halves(path, choose=lambda *both: None, **options):
-    """Trains with an optimizer for each half; `choose` returns those that the recorder gets."""
-    model = network()
-    first, second = momentum(model[:2]), adamw(model[4])
-    together = types.SimpleNamespace(
-        zero_grad=model.zero_grad, step=lambda: (first.step(), second.step())
-    )
-    return train(model, together, path, plain, 3, given=choose(first, second), **options)
-
-
-def case_two_optimizers():
-    """Both are seen, also those that are not passed; each weight has the rule of its own."""
-    bits, traces = train_halves(None), []
-    for choose in (lambda *both: None, lambda *both: [*both], lambda *both: both[1]):
-        assert is_equal(bits, train_halves("halves.npz", choose, steps=[0, 2]))
-        traces.append(Trace("halves"))
-        assert_equal(traces[0].arrays, traces[-1].arrays)
-        assert traces[0].about["settings"] == traces[-1].about["settings"]
-    groups = traces[0].about["settings"][0]
-    assert [(group["optimizer"], group["weights"]) for group in groups] == [
-        ("SGD", ["0.weight", "0.bias", "1.weight", "1.bias"]), ("AdamW", ["4.weight", "4.bias"]),
-    ]  # fmt: skip
-    assert {"0.bias/momentum_buffer", "4.bias/exp_avg"} <= traces[0].kind("after").keys()
 
 
 def case_muon():
@@ -130,27 +100,20 @@ def case_optimizers_in_backward():
 # --- Modules -------------------------------------------------------------------------------------
 
 
-def of_modules(path, change=lambda layer: None, **options):
-    """Trains a network with a layer that changes its input in place; returns the final bits."""
+def with_layer_in_place():
     torch.manual_seed(0)
-    hidden = nn.Linear(64, 8)
-    change(hidden)
-    model = nn.Sequential(nn.Flatten(), hidden, nn.ReLU(inplace=True), nn.Linear(8, 5))
-    return train(model, adamw(model), path, plain, 3, **options)
-
-
-def permute(layer):
-    right = layer.forward
-    layer.forward = lambda x: right(x).roll(1, -1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(inplace=True), nn.Linear(8, 5))
 
 
 def case_modules():
     """To record them changes no bit; the first wrong one is named."""
-    bits = of_modules(None)
     for pattern, names in (("3", ["3"]), (True, ["0", "1", "2", "3"])):
-        assert is_equal(bits, of_modules("one.npz", modules=pattern))
+        assert_no_bit_changes(with_layer_in_place, "one.npz", plain, modules=pattern)
         assert Trace("one").about["modules"] == names
-    of_modules("wrong.npz", permute, modules=True, replay="one.npz")
+    model = with_layer_in_place()
+    right = model[1].forward
+    model[1].forward = lambda x: right(x).roll(1, -1)
+    recorded("wrong", model, steps_of=plain, modules=True, replay="one.npz")
     assert compare("one.npz", "wrong.npz").place.module == "1, forward"
 
 

@@ -75,6 +75,16 @@ def recorded(name, model=None, optimizer=adamw, steps_of=clipped, num_steps=4, *
     return Trace(name)
 
 
+def assert_no_bit_changes(build, path, steps_of=clipped, optimizer=adamw, **options):
+    """Trains a network without and with a recording."""
+    bits = []
+    for file, own in ((None, {}), (path, options)):
+        model = build()
+        torch.manual_seed(1)
+        bits.append(train(model, optimizer(model), file, steps_of, **own))
+    assert is_equal(*bits)
+
+
 def own_shard():
     """Returns rank and number of the processes."""
     return (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
