@@ -1,8 +1,11 @@
 """Cases of PyTorch: what belongs to a step, however the script calls models and optimizers."""
 # ruff: noqa: F403, F405 (the names of `torch_training`)
 
+import functools
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from lockstep import compare
 from lockstep.data import file as trace_file
@@ -24,6 +27,18 @@ def case_repeated_update():
     assert twice.about["steps"] == [0, 2]
     counts = [twice.kind(kind, 2)["0.weight/step"] for kind in ("before", "after")]
     assert counts == [4, 6]
+
+
+def case_parts_of_a_model():
+    """A training may call parts of the model, and not the model."""
+
+    def loss(model, step, *_):
+        x, y = batch(step)
+        return F.mse_loss(model[4](model[:4](x)), y)
+
+    of_parts = functools.partial(plain, loss=loss)
+    whole, parts = (recorded("x", None, adamw, f, 2, steps=2) for f in (plain, of_parts))
+    assert_equal(whole.kind("raw", 1), parts.kind("raw", 1))
 
 
 def with_closure(model, optimizer, step):
