@@ -1,7 +1,4 @@
-"""Recordings are written while the training runs; one that was not finished says so.
-
-That memory holds less than one step is a case of `torch_files.py`.
-"""
+"""Recordings are written while the training runs; one that was not finished says so."""
 
 import concurrent.futures
 import subprocess

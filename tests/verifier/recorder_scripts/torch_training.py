@@ -117,12 +117,5 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(a[key], b[key], err_msg=key)
 
 
-def assert_close(a, b, tolerance=1e-5):
-    """Without the bias before BatchNorm, whose gradient is rounding only."""
-    assert a.keys() == b.keys() and a
-    for key in a.keys() - {"0.bias"}:
-        assert np.abs(a[key] - b[key]).max() < tolerance * max(np.abs(b[key]).max(), 1e-3), key
-
-
 def norm_of(arrays):
     return sum(np.square(x, dtype=float).sum() for x in arrays.values()) ** 0.5
