@@ -11,8 +11,7 @@ import sys
 
 import pytest
 
-from app.data.fashion_mnist import SHA256, idx_bytes
-from tests.conftest import ROOT, generated
+from tests.conftest import ROOT, idx_files
 from tests.verifier.recorder_scripts import interpreter, needs
 
 pytestmark = [needs("torch", "jax"), pytest.mark.slow]
@@ -23,15 +22,8 @@ PAGE = ROOT / "docs" / "frameworks.md"
 def environment(tmp_path_factory):
     """The environment of the programs, with a folder of small data."""
     folder = tmp_path_factory.mktemp("data")
-    data = generated(800, 200)
-    arrays = (
-        data.train_images[..., 0],
-        data.train_labels,
-        data.test_images[..., 0],
-        data.test_labels,
-    )
-    for name, array in zip(SHA256, arrays, strict=True):
-        (folder / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array)))
+    for name, content in idx_files(800, 200).items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
     return {**os.environ, "FASHION_MNIST_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
 
 

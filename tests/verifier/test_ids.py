@@ -8,7 +8,6 @@ import tensorflow as tf
 import lockstep
 from lockstep import record_keras
 from lockstep.recorders.notes import Notes, note, numbers_of
-from tests.verifier import shown
 
 
 def test_identities_are_numbers_or_hashes():
@@ -36,32 +35,20 @@ def test_a_note_belongs_to_the_step_that_gets_the_examples():
 
 
 def test_ids_of_keras(tmp_path):
-    def record(name, seed, steps, **options):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-        path = tmp_path / name
-        data, random = np.random.default_rng(1).normal(size=(12, 4)), np.random.default_rng(seed)
-        with record_keras.record(path, model, optimizer, steps=steps, **options) as recorder:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    optimizer, path = keras.optimizers.SGD(0.1), tmp_path / "one.npz"
 
-            def step(x):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(tf.square(model(x, training=True)))
-                gradients = tape.gradient(loss, model.trainable_variables)
-                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True)))
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
 
-            recorded = tf.function(recorder.wrap(step))
-            for number in range(3):
-                rows = np.arange(4 * number, 4 * number + 4)
-                record_keras.note("ids", rows)
-                x = data[rows] + 0.1 * random.normal(size=(4, 4))
-                recorded(tf.constant(x, tf.float32))
-        return str(path)
-
-    one, two = record("one.npz", 0, [0, 2]), record("two.npz", 1, [0, 2])
-    with np.load(two) as file:
+    with record_keras.record(path, model, optimizer, steps=[7, 9], first_step=7) as recorder:
+        recorded = tf.function(recorder.wrap(step))
+        for number in range(3):
+            record_keras.note("ids", np.arange(4 * number, 4 * number + 4))
+            recorded(tf.ones((4, 4)))
+    with np.load(path) as file:
         assert file["1/ids/0/0"].tolist() == [0, 1, 2, 3] and "3/ids/0/0" not in file
         assert file["2/ids/0/0"].tolist() == [8, 9, 10, 11]
-    with np.load(record("resumed.npz", 0, 1, first_step=7)) as file:
-        assert file["1/ids/0/0"].tolist() == [0, 1, 2, 3]
-    assert shown(lockstep.compare(one, two)).startswith("fault: random: ")

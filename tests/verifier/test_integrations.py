@@ -71,9 +71,8 @@ PAGE = {  # Framework → what is before and after its lines.
 def run(scripts, tmp_path):
     """Returns a function that runs a program in a number of processes."""
 
-    def run_program(package, program, num_processes, *arguments, **environment):
+    def run_program(package, program, num_processes, *arguments):
         options = {"folder": tmp_path, "processes": num_processes, "HF_HUB_OFFLINE": "1"}
-        options |= environment
         code, printed = scripts(package, program, *arguments, **options)
         assert code == 0, printed[-3000:]
 

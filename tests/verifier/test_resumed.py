@@ -19,7 +19,7 @@ from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
 from tests.verifier import shown
 from tests.verifier.changes import scaled
-from tests.verifier.trainer import Script, batch_of
+from tests.verifier.trainer import Script
 
 # Indices of variables: two weights, two buffers, then 3 arrays of state for each weight.
 WEIGHTS, STEP, KERNEL, BIAS = (0, 1), (6, 9), (4, 5, 6), (7, 8, 9)
@@ -81,15 +81,12 @@ RESUMED = {  # Name → what is changed in the resumed process; the place, what 
         "3 of 6 arrays of optimizer state: as before step 1"),
     "state of another weight": (as_before(2, (8,), moved=-1), LOST,
         "1 of 6 arrays of optimizer state: unlike"),
-    "weights not loaded": (as_before(0, WEIGHTS), LOST, "2 of 2 weights: as before step 0"),
     "another value": (as_before(2, (2,), times=2), LOST,
         "1 of 2 buffers or averages: unlike those of the reference"),
     "random numbers from the start": ({"random": [0, 1]}, "random: state_lost",
         "the random states are those of step 0 again"),
     "another seed": ({"random": [9, 8]}, "random: state_lost",
         "the random states are not those of the reference"),
-    "sampler restarted": ({"batch": lambda step: batch_of(step % 2)},
-        "examples: other_batch_size", "examples are not the reference's"),
     "loss scale": ({"about": {"loss_scale": (8.0, 8.0)}}, "gradient: state_lost",
         "the loss scale is 8, in the reference 1"),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ from cases.runner import PRELOADED, Server
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[2]
 INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
-PROCESSES = {"torch_ranks": 2}  # Script of cases → their ranks, if several.
 MODULES = {  # Framework → what its scripts import.
     "torch": (*PRELOADED["torch"], "lockstep.comparison"),
     "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
@@ -81,19 +79,3 @@ class Scripts:
         if code is None:  # The next script gets a new server.
             self.servers.pop(package).end()
         return code, log.read_text("utf-8")
-
-
-def cases_of(package):
-    """Returns parameters with script and name, for each function `case_…` of a framework."""
-    return [
-        pytest.param(path.stem, name, id=name)
-        for path in sorted(FOLDER.glob(f"{package}_*.py"))
-        for name in re.findall(r"^def case_(\w+)", path.read_text("utf-8"), re.M)
-    ]
-
-
-def run_case(scripts, package, script, name, folder):
-    """Runs a case of a script, and asserts that its checks hold."""
-    words, processes = ("case.py", script, name), PROCESSES.get(script, 1)
-    code, printed = scripts(package, *words, folder=folder, processes=processes)
-    assert code == 0, f"exit code {code}: {printed[-3000:]}"

@@ -1,30 +1,22 @@
 """What the checks of both recorders read a recording with."""
 
 import json
-import pathlib
 
 import numpy as np
 
 
 class Trace:
-    """The arrays of all ranks of a recording, by position, kind, replica and place.
+    """The arrays of a recording, by position, kind, replica and place.
 
     `replaced` has the own states of a training that starts each step from those of another one.
     """
 
     def __init__(self, name):
-        path = pathlib.Path(f"{name}.npz")
-        paths = sorted(path.parent.glob(f"{path.stem}.rank*.npz")) or [path]
-        self.arrays, self.abouts = {}, []
-        for each in paths:
-            with np.load(each, allow_pickle=False) as file:
-                self.arrays |= dict(file)
-            about = json.loads(str(self.arrays.pop("about")))
-            of_aliases = {name: self.arrays[of] for name, of in about.get("aliases", {}).items()}
-            self.arrays |= of_aliases
-            self.arrays = {k: array for k, array in self.arrays.items() if "/kept/" not in k}
-            self.abouts.append(about)
-        self.about = self.abouts[0]
+        with np.load(f"{name}.npz", allow_pickle=False) as file:
+            self.arrays = dict(file)
+        self.about = json.loads(str(self.arrays.pop("about")))
+        of_aliases = {name: self.arrays[of] for name, of in self.about["aliases"].items()}
+        self.arrays = {k: x for k, x in (self.arrays | of_aliases).items() if "/kept/" not in k}
         own = [name for name in self.arrays if name.split("/")[1] in ("replaced", "own_random")]
         self.replaced = {name: self.arrays.pop(name) for name in own}
 

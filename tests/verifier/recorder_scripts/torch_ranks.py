@@ -3,7 +3,6 @@
 
 import functools
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,118 +10,55 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep import compare, record_torch
+from lockstep import record_torch
+from recording import Trace
 from torch_training import *
+
+ROWS = torch.arange(8 * 64.0).reshape(8, 64)
 
 
 def record_one_process():
-    train_rows("rows_of_one.npz")
+    train_rows("rows_of_one.npz", ROWS)
 
 
-def ddp(path, model=None, **options):
-    model = DistributedDataParallel(network() if model is None else model)
-    steps_of = functools.partial(clipped, shard=own_shard())
-    return train(model, adamw(model), path, steps_of, **options)
-
-
-def case_ddp():
-    assert is_equal(ddp(None, network(0.2)), ddp("bits.npz", network(0.2), steps=[1, 2]))
-    ddp("ddp.npz")
-    trace = of_all_ranks("ddp")
-    assert [about["replicas"] for about in trace.abouts] == [[0], [1]]
-    about = trace.about
-    assert (about["num_replicas"], about["reduction"]) == (2, "mean")
-    assert about["passes"] == [["ddp"]] * 3
-    for step in range(3):
-        for replica in range(2):
-            assert_equal(trace.kind("sums", step, replica), mean_of_raw(trace, step))
-        assert_equal(trace.kind("clipped", step), trace.kind("clipped", step, 1))
-        assert norm_of(trace.kind("clipped", step)) <= 0.5 + 1e-6
-        a, b = (trace.kind("data", step, replica)["0"] for replica in range(2))
-        assert len(a) == len(b) == 6 and not np.array_equal(a, b)
-
-
-# --- Weights and state of which each process has a part ------------------------------------------
-
-
-def fsdp(path, **options):
-    model = network()
+def sharded(model):
     fully_shard(model[4])
-    fully_shard(model)
+    return fully_shard(model)
+
+
+def case_no_bit_changes_on_ranks():
     steps_of = functools.partial(clipped, shard=own_shard())
-    return train(model, adamw(model), path, steps_of, **options)
+    for wrapped in (DistributedDataParallel, sharded):
+        assert_no_bit_changes(lambda f=wrapped: f(network(0.2)), "x.npz", steps_of, steps=[1, 2])
 
 
-def case_fsdp():
-    assert is_equal(fsdp(None), fsdp("bits.npz", steps=[1]))
-    fsdp("fsdp.npz")
-    trace = of_all_ranks("fsdp")
-    about = trace.abouts[1]
-    assert (about["mesh"], about["data_axes"]) == ({"data": 2}, ["data"])
-    assert about["ranks"] == [1] and about["num_replicas"] == 2 and "replicas" not in about
-    # Rows of parts, of which the last may have less.
-    assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
-    index = trace.about["gradients"].index("4.weight")
-    assert about["placements"][f"clipped/{index}"] == "d0[data] d1" and not trace.kind("raw")
-
-
-class OwnRows(torch.optim.SGD):
-    """Sums gradients itself; each rank has the momentum of its rows, and updates these."""
-
-    @torch.no_grad()
-    def step(self):
-        rank, world = own_shard()
-        for p in self.param_groups[0]["params"]:
-            gradient, rows = p.grad / world, torch.arange(len(p)).chunk(world)[rank]
-            if world > 1:
-                dist.all_reduce(gradient)
-            state = self.state[p]
-            if not state:
-                state["number"], state["momentum_of_rows"] = 0, torch.zeros_like(p[rows])
-            state["number"] += 1
-            state["momentum_of_rows"].mul_(0.9).add_(gradient[rows])
-            p[rows] -= self.param_groups[0]["lr"] * state["momentum_of_rows"]
-            if world > 1:
-                parts = [torch.empty_like(p[rows]) for _ in range(world)]
-                dist.all_gather(parts, p[rows])
-                p.copy_(torch.cat(parts))
-
-
-def train_rows(path, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 6))  # Rows for both ranks.
-
-    def steps_of(model, optimizer, step):
-        x, _ = batch(step, *own_shard())
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    train(model, OwnRows(model.parameters(), 0.1), path, steps_of, 3, **options)
+def train_rows(path, rows, **options):
+    """Trains one step with state of the first weight that the optimizer only keeps."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model[1].weight]["rows"] = rows
+    train(model, optimizer, path, plain, 1, steps=1, **options)
 
 
 def case_owned_rows():
     """State that each rank has of its rows is loaded by `dims`; without them, it is asked for."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    rows = {"*.weight/momentum_of_rows": "o[dp] i", "*.bias/momentum_of_rows": "o[dp]"}
-    asked = "pass mesh= and dims={'1.weight/momentum_of_rows': 'd0[tp] d1'}"
-    for name, layout in (("rows", {"mesh": mesh, "dims": rows}), ("unknown_rows", {})):
-        told = "".join(warnings_of(train_rows, f"{name}.npz", replay="rows_of_one.npz", **layout))
+    asked = "pass mesh= and dims={'1.weight/rows': 'd0[tp] d1'}"
+    for layout in ({"mesh": mesh, "dims": {"*.weight/rows": "o[dp] i"}}, {}):
+        rows, given = torch.zeros(4, 64), {"replay": "rows_of_one.npz", **layout}
+        told = "".join(warnings_of(train_rows, "rows.npz", rows, **given))
         assert ("not loaded" in told) == (asked in told) == (not layout), told
-        trace = of_all_ranks(name)
-        assert compare("rows_of_one.npz", f"{name}.npz").ok
-        before = trace.kind("before", 2)
-        assert before["1.weight/momentum_of_rows"].shape == (4, 64)
-        assert before["1.weight/number"] == 2
-        assert bool(trace.about["not_loaded"]) == (not layout)
+        assert torch.equal(rows, ROWS.chunk(2)[dist.get_rank()]) == bool(layout)
+        about = Trace(f"rows.rank{dist.get_rank()}").about
+        assert about["not_loaded"] == ([] if layout else ["1.weight/rows"])
 
 
 def case_wrong_parts():
     """A weight that the script has cut itself is asked for; a mesh has all processes."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    sharded, part = nn.Linear(2, 2), nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Linear(8, 6))
+    sharded, part = nn.Linear(2, 2), nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Linear(8, 5))
     fully_shard(sharded, mesh=[DeviceMesh("cpu", [rank]) for rank in range(2)][dist.get_rank()])
-    given = {"replay": "rows_of_one.npz", "mesh": mesh, "dims": {}}
+    given = {"replay": "rows_of_one.npz", "mesh": mesh, "dims": {}, "steps": 1}
     asked = "replay=rows_of_one.npz: 1.weight is (4, 64), and (8, 64) there; if it is a part, pass"
     for expected, model, options in (
         (f"{asked} dims={{'1.weight': 'd0[tp] d1'}}", part, given),

@@ -34,27 +34,21 @@ def main(path, kind="plain", bug="", replay=None):
         loss = nn.functional.cross_entropy(model(x.chunk(number)[rank]), y.chunk(number)[rank])
         loss.backward()
         if bug == "row":
-            row_of(embedding.weight.grad, LATER).mul_(1.01)
+            later_row(embedding.weight.grad, rank).mul_(1.01)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         if bug == "row_later":
             with torch.no_grad():
-                row_of(embedding.weight, LATER).add_(1e-3)
+                later_row(embedding.weight, rank).add_(1e-3)
     if number > 1:
         dist.barrier()
         os._exit(0)
 
 
-def row_of(tensor, row):
-    """Returns a row, if this process has it, or nothing of it."""
+def later_row(tensor, rank):
+    """Returns the row, which rank 0 has, or nothing of it."""
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if own is tensor:
-        return own[row]
-    return (
-        own[row - dist.get_rank() * len(own) :][:1]
-        if row // len(own) == dist.get_rank()
-        else own[:0]
-    )
+    return own[LATER : LATER + (rank == 0)]
 
 
 if __name__ == "__main__":

@@ -21,18 +21,6 @@ def network(dropout=0.0):
     return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(64, 5))
 
 
-class Halves(nn.Module):
-    """Has two parts, which may have an optimizer each."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 8), nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.second(self.first(x.reshape(len(x), -1)))
-
-
 def batch(step, shard=0, num_shards=1):
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(12, 1, 8, 8, generator=generator)
@@ -53,10 +41,10 @@ def loss_of(model, step, *shard):
     return F.mse_loss(model(x), y)
 
 
-def plain(model, optimizer, step, shard=(0, 1), limit=None):
+def plain(model, optimizer, step, shard=(0, 1), limit=None, loss=loss_of):
     """Trains one step, as most scripts do; clips gradients to a limit."""
     optimizer.zero_grad()
-    loss_of(model, step, *shard).backward()
+    loss(model, step, *shard).backward()
     if limit:
         nn.utils.clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
@@ -87,15 +75,19 @@ def recorded(name, model=None, optimizer=adamw, steps_of=clipped, num_steps=4, *
     return Trace(name)
 
 
+def assert_no_bit_changes(build, path, steps_of=clipped, optimizer=adamw, **options):
+    """Trains a network without and with a recording."""
+    bits = []
+    for file, own in ((None, {}), (path, options)):
+        model = build()
+        torch.manual_seed(1)
+        bits.append(train(model, optimizer(model), file, steps_of, **own))
+    assert is_equal(*bits)
+
+
 def own_shard():
     """Returns rank and number of the processes."""
     return (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
-
-
-def of_all_ranks(name):
-    """Returns a recording, once all processes have written their parts."""
-    dist.barrier()
-    return Trace(name)
 
 
 def refused(expected, function, *args, **options):
@@ -125,17 +117,5 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(a[key], b[key], err_msg=key)
 
 
-def assert_close(a, b, tolerance=1e-5):
-    """Without the bias before BatchNorm, whose gradient is rounding only."""
-    assert a.keys() == b.keys() and a
-    for key in a.keys() - {"0.bias"}:
-        assert np.abs(a[key] - b[key]).max() < tolerance * max(np.abs(b[key]).max(), 1e-3), key
-
-
 def norm_of(arrays):
     return sum(np.square(x, dtype=float).sum() for x in arrays.values()) ** 0.5
-
-
-def mean_of_raw(trace, step):
-    raw = [trace.kind("raw", step, replica) for replica in range(2)]
-    return {name: (raw[0][name] + raw[1][name]) / 2 for name in raw[0]}
