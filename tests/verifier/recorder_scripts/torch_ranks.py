@@ -3,6 +3,7 @@
 
 import functools
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,9 +28,16 @@ def sharded(model):
 
 
 def case_no_bit_changes_on_ranks():
+    """The sums of DDP, which it averages, are those of both ranks."""
     steps_of = functools.partial(clipped, shard=own_shard())
-    for wrapped in (DistributedDataParallel, sharded):
+    for wrapped in (sharded, DistributedDataParallel):
         assert_no_bit_changes(lambda f=wrapped: f(network(0.2)), "x.npz", steps_of, steps=[1, 2])
+    dist.barrier()
+    first, second = (Trace(f"x.rank{rank}") for rank in range(2))
+    assert_equal(first.kind("sums", 1, 0), second.kind("sums", 1, 1))
+    for name, total in first.kind("sums", 1, 0).items():
+        both = first.kind("raw", 1, 0)[name], second.kind("raw", 1, 1)[name]
+        np.testing.assert_allclose(total, sum(both) / 2, atol=1e-6, err_msg=name)
 
 
 def train_rows(path, rows, **options):
