@@ -278,6 +278,8 @@ class Claim:
         mixes = 0.0
         if np.size(first.new) > 1 and (rule is None or rule.mixes_elements):
             mixes = bounds.distance_of_gradients(*gradients)
+            if rule is None and is_weight and np.ndim(first.new) > 1:
+                mixes = bounds.OF_MATRIX * max(unit, mixes)
         added: Array = 0.0
         if rule is None and not is_weight:
             added = self._of_compensation(variable, first, own)

@@ -17,7 +17,10 @@ its bits are those of bfloat16 in the reference.
   square of D1 for weights, · (|S| + |S'|) for state, if that is more. In 31 M weights under AdamW,
   one change in 300 of the usual size was 4 times the bound without it.
 - An optimizer without a known rule may mix the elements of a weight, as Muon does: `COMPUTED` ·
-  max(u, relative distance of the gradients) · the root mean square of D1, in addition.
+  max(u, relative distance of the gradients) · the root mean square of D1, in addition; `OF_MATRIX`
+  times that for weights of two and more dimensions. Muon's five iterations enlarge by 3.4445⁵ = 485
+  a direction of which the gradient has rounding alone, as that over all classes, whose largest
+  element is about three times the usual one: in bfloat16, a tenth of the update.
 - State that keeps what a weight of 16 bits loses, as Kahan's compensation, is a small difference of
   the weight's change: `COMPUTED` · `EPS` · that change in addition, without a known rule.
 - Adam outside of PyTorch corrects its bias with 1 − β^t in float32, which loses digits while t is
@@ -44,7 +47,7 @@ from lockstep.numeric.arrays import (
     unit_of,
 )
 
-STORED, COMPUTED = 8, 64
+STORED, COMPUTED, OF_MATRIX = 8, 64, 16
 MOST_KNOWN = 1e-3
 _UNKNOWN_GRADIENT = 4 * EPS  # Of gradients that are not recorded, or are reduced later.
 _DENSITY = 12  # Of gradients near 0; that of a normal distribution is 0.8.
@@ -116,30 +119,16 @@ def distance_of_gradients(first: Array | None, second: Array | None, allowed: fl
     return ratio(distance(second, first), norm(first))
 
 
-def of_change(
-    first: np.ndarray, second: np.ndarray, size: np.ndarray, spread: np.ndarray, *,
-    unit: float, is_weight: bool, mixes: float,
-) -> np.ndarray:  # fmt: skip
-    """Returns the bound of |D2 − D1| for each element; infinite where it is not known.
-
-    Args:
-        first, second: the changes D1 and D2.
-        size: |S| + |S'|, the larger of both trainings.
-        spread: ρ for each element, or one for all.
-        unit: u.
-        is_weight: whether it is a weight, not its state.
-        mixes: relative distance of the gradients, if the update may mix elements; else 0.
-    """
-    of_elements = change_by_element(mean_square(first), unit, mixes, is_weight=is_weight)
-    return by_blocks(of_elements, first, second, size, spread)
-
-
 def change_by_element(usual: float, unit: float, mixes: float, *, is_weight: bool) -> OfElements:
     """Returns what computes the bound of some elements, from D1, D2, |S| + |S'| and ρ.
 
+    It is infinite where it is not known.
+
     Args:
         usual: the root mean square of D1.
-        unit, mixes, is_weight: as `of_change` takes them.
+        unit: u.
+        mixes: relative distance of the gradients, if the update may mix elements; else 0.
+        is_weight: whether it is a weight, not its state.
     """
     of_mixed = COMPUTED * max(unit, mixes) * usual if mixes else 0.0
 

@@ -260,6 +260,23 @@ def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
 
 
+def orthogonalised(script, weights, gradients, state):
+    """Updates a kernel as Muon does, in five iterations; plain SGD for the bias."""
+    x = gradients[0] / np.linalg.norm(gradients[0])
+    for _ in range(5):
+        gram = x.T @ x
+        x = np.float32(3.4445) * x + x @ (
+            np.float32(-4.775) * gram + np.float32(2.0315) * gram @ gram
+        )
+    for weight, change in zip(weights, (x, gradients[1]), strict=True):
+        weight -= np.float32(script.settings["learning_rate"]) * change
+
+
+def over_classes(script, replica, gradients):
+    """Gradients of a loss that is the same if all outputs rise, as that of a softmax."""
+    return [gradient - gradient.mean(axis=-1, keepdims=True) for gradient in gradients]
+
+
 def in_few_digits(script, weights, gradients, state):
     """SGD whose weights and momentum are kept in bfloat16."""
     sgd(script, weights, gradients, state)

@@ -38,6 +38,8 @@ RIGHT = {
     "plain SGD": (settings(momentum=0.0, weight_decay=0.01), {}),
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
     "Adam by an unknown rule": ({**UNKNOWN, **ADAM, "initial_scale": 10}, {"replicas": 4}),
+    "Muon by an unknown rule, whose gradient has no part over all classes": (
+        {**UNKNOWN, "gradient": over_classes, "update": orthogonalised}, {"replicas": 3}),
     "state of few digits": (FEW_DIGITS, {}),
     "dampening that a rule does not have": ({}, in_each_step(
         {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.5})),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.numeric.arrays import EPS, UNITS, Rows, dense, distance
-from lockstep.numeric.state_bounds import of_change, of_start, spread_of
+from lockstep.numeric.state_bounds import change_by_element, of_start, spread_of
 from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance
 
 
@@ -27,6 +27,15 @@ def test_a_gradient_behind_batch_norm_that_is_rounding_alone_counts_as_zero(size
     assert not Tolerance(zero=ZERO).fits(observed, [(1.0, reference)])
 
 
+@pytest.mark.parametrize(("unit", "apart"), [(EPS, 0.01), (UNITS["bfloat16"], 0.03)])
+def test_what_a_permutation_moves_is_a_part_of_a_gradient_or_8_units(unit, apart):
+    reference = {"kernel": np.ones(100)}
+    tolerance = Tolerance(times=1.0, unit=unit, spread={"kernel": 1.0})
+    for times, is_right in ((0.9, True), (4, False)):
+        observed = {"kernel": np.ones(100) * (1 + times * apart)}
+        assert tolerance.fits(observed, [(1.0, reference)]) is is_right
+
+
 @pytest.mark.parametrize(("unit", "apart"), [(EPS, 8e-7), (UNITS["bfloat16"], 3e-3)])
 def test_rounding_is_that_of_the_terms_where_they_cancel(unit, apart):
     """Two replicas send gradients of norm 1, whose mean has a norm of 1e-2."""
@@ -44,7 +53,7 @@ def test_the_bound_of_a_change_ignores_the_difference_of_a_wrong_gradient():
     agreeing = spread_of(first, second, 1e-4)
     assert agreeing[0] == 0 and agreeing[1] < 2e-6 and np.isinf(agreeing[2:]).all()
     assert spread_of(first, second, 0.0).max() < 1e-5
-    allowed = of_change(first, first, first, agreeing, unit=1e-7, is_weight=True, mixes=0.0)
+    allowed = change_by_element(1.0, 1e-7, 0.0, is_weight=True)(first, first, first, agreeing)
     assert allowed[0] < 1e-5 < allowed[1] < 1e-3 and np.isinf(allowed[2:]).all()
 
 
