@@ -27,12 +27,16 @@ DEV := $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.tom
 WORDS := whoever|nobody|somebody|in silence|witness(es)?|spoil(s|ed|ing)?|onlooker|mend(s|ed|ing)?
 WORDS := $(WORDS)|the same bits|go(es)? on|went on|(is|are|was|were) cut off|told of|the book
 
-# One or two small programs of each kind.
-RECORDED := adapters/drawn_projections averages/keras_ema averages/local_updates data/uneven_join
-RECORDED += experts/summed_tokens gathered/label_offset jax/key_of_each_step jax/sampled_waves
-RECORDED += keras/scalar_loss losses/masked_pmean losses/quantiles parallel/transposed_spectrum
-RECORDED += precision/loss_dtype_jax random/jax_keys random/one_coin resume/jax_restored_tree
-RECORDED += sharded/flat_buffer_padding sharded/master_weights
+# Small programs of each kind, with many places and names.
+RECORDED := adapters/drawn_projections averages/keras_ema averages/local_updates
+RECORDED += data/nodes_of_a_batch data/uneven_join experts/shared_and_noisy
+RECORDED += experts/summed_tokens gathered/label_offset jax/batch_norm_axis jax/clipped_parts
+RECORDED += jax/key_of_each_step jax/sampled_waves keras/no_reshuffle keras/scalar_loss
+RECORDED += keras/weighted_examples losses/masked_pmean losses/quantiles parallel/shared_bias
+RECORDED += parallel/transposed_spectrum precision/float8_amax precision/loss_dtype_jax
+RECORDED += random/jax_keys random/one_coin random/size_of_pictures resume/divergence_weight
+RECORDED += resume/jax_restored_tree sharded/flat_buffer_padding sharded/master_weights
+RECORDED += sharded/muon_column_parallel sharded/values_of_shards
 
 .PHONY: help setup train test test-all coverage package lint mutations campaign cases bench accuracy
 .PHONY: docs site frameworks recording recordings lock clean

@@ -278,8 +278,8 @@ class Claim:
         mixes = 0.0
         if np.size(first.new) > 1 and (rule is None or rule.mixes_elements):
             mixes = bounds.distance_of_gradients(*gradients)
-            if rule is None and is_weight and np.ndim(first.new) > 1:
-                mixes = bounds.OF_MATRIX * max(unit, mixes)
+            if is_weight and np.ndim(first.new) > 1 and self._is_muon(variable):
+                mixes = bounds.of_directions(mixes, unit)
         added: Array = 0.0
         if rule is None and not is_weight:
             added = self._of_compensation(variable, first, own)
@@ -361,6 +361,13 @@ class Claim:
         rules = [rule for rule in self.pair.oracle.rules.values() if rule.family == "Adam"]
         betas = {beta for rule in rules for beta in (rule.beta_1, rule.beta_2)}
         return bounds.correction_error(betas, self.pair.number + 1)
+
+    def _is_muon(self, variable: Variable) -> bool:
+        """Whether a weight's optimizer has the name of Muon, of whatever form."""
+        about, position = self.pair.reference.trace.about, self.pair.reference.position
+        groups = about.settings[position] if about.settings else ()
+        own = [g.get("optimizer", "") for g in groups if variable.first in g.get("weights", ())]
+        return any("muon" in str(name).lower() for name in (about.optimizer.get("class"), *own))
 
     @functools.cached_property
     def _of_rule(self) -> Named:

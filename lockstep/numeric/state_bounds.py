@@ -17,10 +17,11 @@ its bits are those of bfloat16 in the reference.
   square of D1 for weights, · (|S| + |S'|) for state, if that is more. In 31 M weights under AdamW,
   one change in 300 of the usual size was 4 times the bound without it.
 - An optimizer without a known rule may mix the elements of a weight, as Muon does: `COMPUTED` ·
-  max(u, relative distance of the gradients) · the root mean square of D1, in addition; `OF_MATRIX`
-  times that for weights of two and more dimensions. Muon's five iterations enlarge by 3.4445⁵ = 485
-  a direction of which the gradient has rounding alone, as that over all classes, whose largest
-  element is about three times the usual one: in bfloat16, a tenth of the update.
+  max(u, relative distance of the gradients) · the root mean square of D1, in addition.
+- Muon's five iterations enlarge by 3.4445⁵ = 485 a direction of which the gradient has rounding
+  alone, as that over all classes of a classifier, and its largest element is some three times the
+  usual one: `ENLARGED` in place of `COMPUTED`. Where that is more than `MOST_ENLARGED`, as in 16
+  bits, the change is not compared.
 - State that keeps what a weight of 16 bits loses, as Kahan's compensation, is a small difference of
   the weight's change: `COMPUTED` · `EPS` · that change in addition, without a known rule.
 - Adam outside of PyTorch corrects its bias with 1 − β^t in float32, which loses digits while t is
@@ -47,7 +48,8 @@ from lockstep.numeric.arrays import (
     unit_of,
 )
 
-STORED, COMPUTED, OF_MATRIX = 8, 64, 16
+STORED, COMPUTED, ENLARGED = 8, 64, 1536
+MOST_ENLARGED = 0.25  # Of the root mean square of a change.
 MOST_KNOWN = 1e-3
 _UNKNOWN_GRADIENT = 4 * EPS  # Of gradients that are not recorded, or are reduced later.
 _DENSITY = 12  # Of gradients near 0; that of a normal distribution is 0.8.
@@ -119,6 +121,17 @@ def distance_of_gradients(first: Array | None, second: Array | None, allowed: fl
     return ratio(distance(second, first), norm(first))
 
 
+def of_directions(apart: float, unit: float) -> float:
+    """Returns `mixes` of an update that enlarges directions, as Muon's; infinite if unknown.
+
+    Args:
+        apart: relative distance of the gradients.
+        unit: u.
+    """
+    enlarged = ENLARGED * max(unit, apart)
+    return enlarged / COMPUTED if enlarged <= MOST_ENLARGED else np.inf
+
+
 def change_by_element(usual: float, unit: float, mixes: float, *, is_weight: bool) -> OfElements:
     """Returns what computes the bound of some elements, from D1, D2, |S| + |S'| and ρ.
 
@@ -130,7 +143,7 @@ def change_by_element(usual: float, unit: float, mixes: float, *, is_weight: boo
         mixes: relative distance of the gradients, if the update may mix elements; else 0.
         is_weight: whether it is a weight, not its state.
     """
-    of_mixed = COMPUTED * max(unit, mixes) * usual if mixes else 0.0
+    of_mixed = COMPUTED * max(unit, mixes) * usual if mixes and usual else 0.0
 
     def of_elements(
         first: np.ndarray, second: np.ndarray, size: np.ndarray, spread: np.ndarray

@@ -18,8 +18,8 @@ the 2-norm of the difference is bounded, for each tensor, by
   counts as 0 in float32 if both are below `ZERO` units of the largest tensor.
 - The spread is the distance of the reference's gradient from itself with permuted examples, as part
   of the largest tensor: a ReLU or a maximum near a tie turns over with the last bits. It is 8 times
-  that of a few permutations, and at most `MOST_BY_ROUNDING` of the tensor, or 8 u if that is more:
-  a larger one is a fault that the permuted recording also has.
+  that of a few permutations, and at most `MOST_BY_ROUNDING` of the tensor, or 8 u if that is more
+  (6 % in bfloat16): a larger one is a fault that the permuted recording also has.
 - K is `WITH_SPREAD` beside a spread. Without one, it is √n / `OF_ROOT`, at least `WITH_SPREAD`: the
   errors of a sum of n numbers grow like a random walk, and n is at most the number of inputs of a
   batch. It is at least `WITHOUT_SPREAD` between two frameworks, whose kernels add pixels and

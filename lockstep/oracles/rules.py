@@ -471,8 +471,8 @@ class RuleOracle:
             return np.asarray(matrix * (1 + UNITS["bfloat16"] * signs))
 
         other = copy.copy(self)
-        correction = tuple(1 + EPS * generator.choice([-1, 1], 2))
-        vars(other).update(_correction=correction, _near=near)
+        other._correction = tuple(1 + EPS * generator.choice([-1, 1], 2))  # noqa: SLF001
+        other._near = near  # noqa: SLF001
         return other
 
     @property

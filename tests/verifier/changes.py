@@ -221,6 +221,7 @@ def in_each_step(*groups):
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 UNKNOWN, KERAS_ADAM = {"about": LION}, {**ADAM, "framework": "keras"}
+MUON = {"optimizer": {"class": "Muon", "framework": "keras"}}  # Its rule is unknown.
 KERNEL_ONLY = in_each_step({"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]})
 TWO_OF_EACH = in_each_step(*(
     {"weights": list(WEIGHTS), "optimizer": "SGD", "learning_rate": rate, "momentum": 0.9}
@@ -235,11 +236,11 @@ def changed(script, settings):
     return own
 
 
-def with_settings(**settings):
+def with_settings(rule=None, **settings):
     """An update with other settings than those that are recorded."""
 
     def update(script, *arrays):
-        UPDATES[script.optimizer](changed(script, settings), *arrays)
+        (rule or UPDATES[script.optimizer])(changed(script, settings), *arrays)
 
     return {"update": update}
 

@@ -23,6 +23,7 @@ GPU = {"about": {"layers": (), "device": "cuda"}}
 TWO_PASSES = {"about": {"micro_batches": (2,) * 4}}
 GROUP = in_each_step({"weights": [*WEIGHTS]})
 FEW_DIGITS = {"update": in_few_digits}
+OF_CLASSES = {"about": MUON, "gradient": over_classes, "update": orthogonalised}
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
 
@@ -38,8 +39,7 @@ RIGHT = {
     "plain SGD": (settings(momentum=0.0, weight_decay=0.01), {}),
     "SGD by an unknown rule, small weights": ({**UNKNOWN, "initial_scale": 1e-3}, {"replicas": 4}),
     "Adam by an unknown rule": ({**UNKNOWN, **ADAM, "initial_scale": 10}, {"replicas": 4}),
-    "Muon by an unknown rule, whose gradient has no part over all classes": (
-        {**UNKNOWN, "gradient": over_classes, "update": orthogonalised}, {"replicas": 3}),
+    "Muon, whose gradient has no part over all classes": (OF_CLASSES, {"replicas": 3}),
     "state of few digits": (FEW_DIGITS, {}),
     "dampening that a rule does not have": ({}, in_each_step(
         {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.5})),
@@ -148,8 +148,6 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         layers(NORM), {**ONE, **NOISY, **layers({**NORM, "epsilon": 1e-3})}),
     "larger beside products in TF32": ("gradient: wrong_factor", IN_TF32, times(1.1)),
     "sum hidden by clipping": ("gradient: wrong_factor", CLIPPED, {**SUMMED, **scaled(2, "raw")}),
-    "a factor of the kernel beside a state of few digits": ("gradient: wrong_factor", FEW_DIGITS,
-        {**FEW_DIGITS, "gradient": lambda s, r, g: [np.float32(1.05) * g[0], g[1]]}),
     "frozen": ("gradient: frozen", {}, bias_times(lambda step, r: 0)),
     "no gradient": ("gradient: frozen", {}, without("raw sums clipped", index=1)),
     "a gradient of 0 in the reference": ("gradient: frozen",
@@ -172,6 +170,10 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "another state on one rank before a step": ("update: other_learning_rate",
         {}, scaled(1.5, "before", position=2, replica=1, index=4), 1),
     "rate": ("update: other_learning_rate", {}, settings(learning_rate=0.2)),
+    "rate by an unknown rule": ("update: other_learning_rate",
+        UNKNOWN, {**UNKNOWN, **with_settings(learning_rate=0.2)}),
+    "rate of Muon": ("update: other_learning_rate",
+        OF_CLASSES, {**OF_CLASSES, **with_settings(orthogonalised, learning_rate=0.1001)}),
     "SGD is applied twice": ("update: other_learning_rate", {}, {"update": twice}),
     "optimizer": ("update: other_learning_rate",
         ADAM, {**OWN, "optimizer": "SGD", "steps": (0, 1)}),

@@ -22,19 +22,21 @@ from lockstep.oracles.rules import RuleOracle, rule_of, updated
 from . import shown
 from .changes import (
     ADAM,
+    MUON,
     NORM,
     SUMMED,
     WITHOUT_GRADIENTS,
     bias_times,
     layers,
     of_shards,
+    over_classes,
     pair,
     times,
     times_element,
     without,
 )
-from .rows import RIGHT, WRONG
-from .trainer import Script
+from .rows import FEW_DIGITS, OF_CLASSES, RIGHT, WRONG
+from .trainer import FEATURES, OUTPUTS, Script
 
 # --- Small recordings -----------------------------------------------------------------------------
 
@@ -127,6 +129,13 @@ def test_a_gradient_that_one_rank_scales_is_a_fault():
     assert "0.5·g0 + 0.4995·g1" in str(verdict.formula)
 
 
+def test_a_state_of_few_digits_does_not_hide_a_factor_of_the_kernel():
+    assert judged(FEW_DIGITS, FEW_DIGITS).status == CLEAN
+    of_kernel = {"gradient": lambda s, r, g: [np.float32(1.05) * g[0], g[1]]}
+    verdict = judged(FEW_DIGITS, {**FEW_DIGITS, **of_kernel})
+    assert (verdict.status, verdict.place.tensors[0]) == (FAULT, "dense/kernel"), str(verdict)
+
+
 @pytest.mark.parametrize("moved, status", [(1.0, FAULT), (1.1, CLEAN)])
 def test_in_16_bits_a_gradient_has_the_spread_of_permuted_examples(moved, status):
     """As on processors that accumulate sums over examples in bfloat16."""
@@ -136,6 +145,18 @@ def test_in_16_bits_a_gradient_has_the_spread_of_permuted_examples(moved, status
     permuted = Script(**given).trace("permuted.npz")
     verdict = verify(reference.trace(), training.trace("two.npz"), permuted)
     assert verdict.status == status, verdict
+
+
+def test_in_16_bits_a_matrix_of_muon_is_not_compared():
+    """Its update enlarges what gradients have over all classes, which is rounding alone."""
+
+    def rounded_over_classes(script, replica, gradients):
+        return [gradient + 4e-3 for gradient in over_classes(script, replica, gradients)]
+
+    short = {**OF_CLASSES, "about": {**MUON, "computed_in": "bfloat16"}}
+    verdict = judged(short, {**short, "gradient": rounded_over_classes})
+    kernel = FEATURES * OUTPUTS
+    assert verdict.status == CLEAN and verdict.num_unknown >= kernel, str(verdict)
 
 
 def test_without_gradients_what_permuted_examples_move_is_rounding():

@@ -1,4 +1,4 @@
-"""Identities of examples that a script notes, and what they tell of two trainings."""
+"""Identities of examples that a script notes."""
 
 import keras
 import numpy as np

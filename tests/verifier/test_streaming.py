@@ -1,6 +1,7 @@
 """Recordings are written while the training runs; one that was not finished says so."""
 
 import concurrent.futures
+import errno
 import subprocess
 import sys
 import zipfile
@@ -97,6 +98,20 @@ def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
     output.close({})
     error = f"lockstep: {tmp_path}/one.npz: cannot be written (Is a directory); the training is not"
     assert capsys.readouterr().err == f"{error} recorded\n"
+
+
+def test_a_full_disk_leaves_an_empty_file_and_one_line(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "one.npz"
+    output = Output(str(path))
+    assert output.add("data/0/0", array(0)) is not None and path.stat().st_size > 4000
+    monkeypatch.setattr(Writer, "_write", fail)
+    assert output.add("data/0/1", array(1)) is None and output.has_failed
+    output.close({})
+    assert capsys.readouterr().err.count("(No space left on device)") == 1
+    assert path.stat().st_size == 0 and verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
 
 
 HOLD = """
