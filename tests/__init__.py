@@ -1,1 +1,0 @@
-"""Tests: what each folder must notice stands in README.md."""

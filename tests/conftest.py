@@ -5,6 +5,7 @@ The process that distributes the tests to the workers of pytest-xdist imports no
 
 import contextlib
 import gc
+import gzip
 import os
 import pathlib
 import shutil
@@ -109,6 +110,11 @@ def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
         return pixels if "images" in name else (np.arange(num) % 10).astype(np.uint8)
 
     return {name: idx_bytes(content(name)) for name in SHA256}
+
+
+def write_images(folder: pathlib.Path, num_train: int, num_test: int) -> None:
+    for name, content in idx_files(num_train, num_test).items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content, 1))
 
 
 def generated(num_train: int, num_test: int, seed: int = 0):

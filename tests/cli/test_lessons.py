@@ -1,6 +1,5 @@
 """The lessons in `examples/`: each is a training in one file, equal to the program's."""
 
-import gzip
 import importlib
 import re
 import sys
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from app.training.recipes import find_recipe
 from strategies.manual import ManualStrategy
-from tests.conftest import CPUS, ROOT, assert_ok, idx_files, run_python
+from tests.conftest import CPUS, ROOT, assert_ok, run_python, write_images
 from tests.small_models import lenet
 from tests.verifier.recorder_scripts import needs, run_script
 
@@ -31,8 +30,7 @@ def load():
 def data(load, tmp_path_factory):
     """The images of a folder, as a lesson reads them: train and test."""
     folder = tmp_path_factory.mktemp("data")
-    for name, content in idx_files(NUM_EXAMPLES, 100).items():
-        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+    write_images(folder, NUM_EXAMPLES, 100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASHION_MNIST_DIR", str(folder))
         return load("data_parallel").load_data()

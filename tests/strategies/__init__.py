@@ -1,1 +1,0 @@
-"""Tests of the strategies and models: parity, collectives, the numerical contract."""

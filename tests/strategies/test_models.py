@@ -5,17 +5,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.fashion_mnist import IMAGE_SHAPE, NUM_CLASSES
+from app.data.fashion_mnist import IMAGE_SHAPE
 from app.errors import ConfigError
 from app.training.recipes import find_recipe
 from models import MODELS, layers, load_model_builder
 from models.resnet import build_resnet
 from tests.dense_network import build_dense_network
-from tests.small_models import build_network
+from tests.small_models import SHAPES, build_network
 
 TRAINABLE = {"lenet": 129_068, "resnet18": 11_175_818}
 OUTPUTS = {"resnet18": {"stem_conv": (28, 28, 64), "stage3_block1_conv2": (4, 4, 512)}}
-SHAPES = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
 
 
 def build(builder, recipe="fast", name="other", seed=5):

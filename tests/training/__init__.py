@@ -1,1 +1,0 @@
-"""Tests of data, training, files and processes."""

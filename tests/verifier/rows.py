@@ -6,6 +6,7 @@ The second one has two replicas, and starts each step from the state of the firs
 
 import numpy as np
 
+from lockstep.data.trace import STATE, Variable
 from tests.verifier.trainer import WEIGHTS, batch_of
 
 from .changes import *
@@ -200,4 +201,23 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "a bit of the momentum changes": ("between: changed_on_its_own", {}, last_bits(3, 1, 4), 1),
     "momentum is 0 again": ("between: state_lost",
         {}, own_states(lambda a, at, r, index: a * ((at, index) != (3, 4))) | REPLAYED, 1),
+}  # fmt: skip
+
+SQUARE = Variable("dense/bias/square", STATE, of="dense/bias", slot="square")
+NOTES = {  # Name → both trainings, and what is noted.
+    "nothing": ({}, {}, ""),
+    "steps without a change": ({**zero_in(1, 3), "settings": {"momentum": 0.0}}, {},
+        "nothing to verify in steps 1, 3: no weight changes"),
+    "a weight without a change": ({"clip": lambda replica, g: [g[0], 0 * g[1]]}, {},
+        "1 of 2 weights change in no step: dense/bias"),
+    "no gradients": (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS, "gradients are not compared: they are"),
+    "further steps": ({"steps": (0, 1)}, {"steps": (0, 1, 2)}, "the reference lacks steps 2"),
+    "skipped updates": (SKIPPED, {}, "1 updates are skipped, as gradients"),
+    "not loaded": ({}, {"about": {**REPLAYED["about"], "not_loaded": ("norm/moving_mean",)}},
+        "not loaded by replay=: norm/moving_mean"),
+    "state that one recording has": ({}, with_variable(SQUARE, lambda *place: sum(place)),
+        "state of optimizers that only one recording has: square"),
+    "weights that drift in steps before": ({"steps": (1, 2)},
+        replaced(lambda a: a + np.float32(1e-3), 1), "the start of step 1: rounding"),
+    "left out": ({}, {"about": {"left_out": ("a queue",)}}, "not compared: a queue"),
 }  # fmt: skip

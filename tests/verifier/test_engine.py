@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.match import Matching
+from lockstep.data.trace import Trace
 from lockstep.engine import nodes
 from lockstep.engine.bounds import bound_of, of_rounding
 from lockstep.engine.claim import Claim
@@ -35,7 +36,7 @@ from .changes import (
     times_element,
     without,
 )
-from .rows import FEW_DIGITS, OF_CLASSES, RIGHT, WRONG
+from .rows import FEW_DIGITS, NOTES, OF_CLASSES, RIGHT, WRONG
 from .trainer import FEATURES, OUTPUTS, Script
 
 # --- Small recordings -----------------------------------------------------------------------------
@@ -189,6 +190,30 @@ def test_an_error_in_naming_or_in_a_node_loses_no_fault(second, monkeypatch):
     verdict = judged({}, second)
     assert place_of(verdict) == (FAULT, "update", whole.place.step)
     assert "dense/kernel" in verdict.place.tensors
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_was_not_compared_is_noted(name):
+    first, second, told = NOTES[name]
+    reference, training = pair(first, second)
+    verdict = verify(reference.trace(), training.trace("two.npz"))
+    assert verdict.status == CLEAN, verdict
+    assert any(told in note for note in verdict.notes) if told else not verdict.notes
+
+
+@pytest.mark.parametrize("trained, status", [(1, CLEAN), (0, FAULT)])
+def test_a_replica_that_ends_before_the_first_recorded_step(trained, status):
+    """It is noted, and named if it has made no update."""
+    reference, training = (each.trace(f"{n}.npz") for n, each in enumerate(pair({}, {}), 1))
+    more = {"num_replicas": 3, "replicas": (), "trained": trained}
+    about = dataclasses.replace(training.about, **more)
+    verdict = verify(reference, Trace(about, training.stored(), training.name))
+    assert verdict.status == status, verdict
+    if status == FAULT:
+        assert verdict.place.ranks == ("replica 2",), verdict
+    else:
+        told = "replica 2 ended before the first recorded step"
+        assert any(told in note for note in verdict.notes), verdict.notes
 
 
 # --- Formulas -------------------------------------------------------------------------------------

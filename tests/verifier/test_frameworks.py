@@ -1,6 +1,5 @@
 """Commands of pages that verify trainings in PyTorch and JAX: of `frameworks/` and the README."""
 
-import gzip
 import json
 import os
 import pathlib
@@ -11,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT, idx_files
+from tests.conftest import ROOT, write_images
 from tests.verifier.recorder_scripts import interpreter, needs
 
 pytestmark = [needs("torch", "jax"), pytest.mark.slow]
@@ -22,8 +21,7 @@ PAGE = ROOT / "docs" / "frameworks.md"
 def environment(tmp_path_factory):
     """The environment of the programs, with a folder of small data."""
     folder = tmp_path_factory.mktemp("data")
-    for name, content in idx_files(800, 200).items():
-        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+    write_images(folder, 800, 200)
     return {**os.environ, "FASHION_MNIST_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
 
 

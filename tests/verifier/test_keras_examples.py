@@ -1,13 +1,12 @@
 """The examples for Keras, by `lockstep run`: what they say is found, and what is clean."""
 
-import gzip
 import json
 import sys
 
 import pytest
 
 import lockstep
-from tests.conftest import ROOT, idx_files, run_python
+from tests.conftest import ROOT, run_python, write_images
 from tests.verifier.recorder_scripts import interpreter
 
 THREE_WAYS = ROOT / "examples" / "keras_three_ways.py"
@@ -42,8 +41,7 @@ def test_what_an_example_shows_is_found_at_its_place(words):
 
 @pytest.mark.slow
 def test_three_ways_are_the_training_on_one_device(tmp_path, monkeypatch):
-    for name, content in idx_files(num_train=768, num_test=1).items():
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, 1))
+    write_images(tmp_path, num_train=768, num_test=1)
     monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     python = f"{sys.executable} {THREE_WAYS}"

@@ -13,6 +13,8 @@ from examples.keras_remedies import ReplicaDropout
 from lockstep import compare
 from lockstep.data.file import load, save
 from lockstep.record_keras import record
+from lockstep.recorders.common import Hooks
+from lockstep.recorders.keras import private
 from tests.conftest import ROOT
 from tests.small_models import mirrored, momentum_sgd
 
@@ -74,9 +76,13 @@ def bits_of(*owners):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """The path of a recording, and what `recorded` returns for it."""
+    """The path of a recording, which changes no bit, and what `recorded` returns for it."""
     path = tmp_path_factory.mktemp("traces") / "one.npz"
-    return path, *recorded(path, on_replicas())
+    plain, model = on_replicas(), on_replicas()
+    plain.fit(batches(), verbose=0)
+    found = recorded(path, model)
+    assert bits_of(model, model.optimizer) == bits_of(plain, plain.optimizer)
+    return path, *found
 
 
 def test_layouts_slots_and_settings_are_described(one):
@@ -385,3 +391,33 @@ def test_the_lines_of_the_page_record_fit_and_a_custom_loop(tmp_path, monkeypatc
         exec(lines, space)
         about = load("one.npz").about
         assert (about.steps, about.num_replicas) == ((0, 1, 2), 2)
+
+
+# --- Private names of Keras and TensorFlow --------------------------------------------------------
+
+
+def test_a_name_that_keras_does_not_have_is_told_with_its_version():
+    versions = f"record_keras: Keras {keras.__version__} on TensorFlow {tf.__version__}"
+    for function, *arguments in (
+        (private.layers_of, object()), (private.layers_in, object()),
+        (private.weights_of, object()),
+        (private.hook_update, Hooks(), object(), print, print, print),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError) as raised:
+            function(*arguments)
+        text = str(raised.value)
+        assert text.startswith(f"{versions} has no ") and "\n" not in text, text
+
+
+def test_names_of_traced_functions():
+    seen = []
+
+    def note():
+        seen.append((private.is_in_xla(), private.is_in_branch()))
+        return tf.zeros(())
+
+    tf.function(note, jit_compile=True)()
+    tf.function(lambda: tf.cond(tf.random.uniform(()) > 0.5, note, lambda: tf.zeros(())))()
+    body = tf.function(lambda: tf.while_loop(lambda i: i < 1.0, lambda i: i + 1 + note(), [0.0]))
+    body()
+    assert seen == [(True, False), (False, True), (False, True)]
