@@ -23,6 +23,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Prints the packages of the extra `dev`; to install it would install the package itself, too.
 DEV := $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")'
+COVERAGE_OF_BENCH = .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $$($(DEV) | grep coverage)
 # What is not written: a role has its name, a training resumes, and weights are bitwise identical.
 WORDS := whoever|nobody|somebody|in silence|witness(es)?|spoil(s|ed|ing)?|onlooker|mend(s|ed|ing)?
 WORDS := $(WORDS)|the same bits|go(es)? on|went on|(is|are|was|were) cut off|told of|the book
@@ -54,7 +55,7 @@ test-all: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 coverage: $(BIN)/.installed-dev .venv-bench/.installed
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $$($(DEV) | grep coverage)
+	$(COVERAGE_OF_BENCH)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage combine --quiet
@@ -65,7 +66,8 @@ package: $(BIN)/.installed-dev
 	$(BIN)/uv build --quiet
 	$(BIN)/twine check --strict dist/*
 
-mutations: $(BIN)/.installed-dev
+mutations: $(BIN)/.installed-dev .venv-bench/.installed
+	$(COVERAGE_OF_BENCH)
 	$(BIN)/python -m tests.campaigns mutations $(ARGS)
 
 lint: $(BIN)/.installed-dev

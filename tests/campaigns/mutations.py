@@ -4,8 +4,8 @@ Tried are the bugs of `mutations.toml`, or with `--cycles` as many drawn at rand
 `lockstep/engine` and `lockstep/data`: a statement that is deleted, a condition that is negated, a
 bound that is moved, a number that is one more. Each is made in a copy of the repository, where the
 files of tests that run its lines are run until a test fails; coverage finds these beforehand, in a
-quarter of an hour. A test that also fails in the unchanged copy does not count. Fails if fewer than
-85 % are detected. Imports nothing of the program.
+quarter of an hour, for which all have to pass. Fails if fewer than 85 % are detected. Imports
+nothing of the program.
 """
 
 import ast
@@ -202,7 +202,8 @@ def covered(folder: pathlib.Path, marked: list[str]) -> Covered:
     for path in sorted((copy / "tests").rglob("test_*.py")):
         name, start = str(path.relative_to(copy)), time.monotonic()
         words = [f"--source={','.join(PROGRAM)}", f"--context={name}", *PYTEST, *marked, name]
-        _python(copy, "-m", "coverage", "run", *words)
+        code, printed = _python(copy, "-m", "coverage", "run", *words)
+        check(code in (0, 5), f"{name} fails without a bug: {printed[-1000:]}")  # 5: all are slow.
         seconds[name] = time.monotonic() - start
     _python(copy, "-m", "coverage", "combine", "--quiet")
     data = coverage.CoverageData(copy / ".coverage")
@@ -218,18 +219,15 @@ def run(folder, options, counts):
     """Tries the bugs; yields what each one changes, and the test that notices it."""
     mutations = drawn(options.cycles, options.seed) if options.cycles else listed()
     marked = [] if options.all else ["-m", "not slow"]
-    runs, noticed = covered(folder, marked), []
+    runs = covered(folder, marked)
     for mutation in [each for each in mutations if each.name in (options.only or each.name)]:
         copy, tests = copy_with(folder, mutation), runs.tests_of(mutation)
         parts = [part for part in (tests[:1], tests[1:4], tests[4:]) if part]
         failed = next(filter(None, (_failed(copy, "-x", *marked, *part) for part in parts)), [])
-        noticed.append(failed[0] if failed else "")
         for place in ["", " in the judge"] if mutation.file.startswith(JUDGE) else [""]:
             counts[f"bugs{place}"] += 1
             counts[f"noticed{place}"] += bool(failed)
         old, new = (" ".join(each.split()) for each in (mutation.old, mutation.new))
-        yield f"{mutation.name}: {mutation.file}: `{old}` → `{new}`: {noticed[-1] or 'NO TEST'}"
-    tests = sorted({name for name in noticed if ".py" in name})
-    broken = _failed(copy_with(folder), "--maxfail=1000", *tests) if tests else []
-    check(not broken, f"{broken} fail without a mutation, too")
+        told = failed[0] if failed else "NO TEST"
+        yield f"{mutation.name}: {mutation.file}: `{old}` → `{new}`: {told}"
     check(counts["noticed"] >= 0.85 * counts["bugs"], "too few bugs are noticed")
