@@ -194,6 +194,7 @@ def test_a_run_cut_off_at_any_write_equals_an_uninterrupted_one(dataset, tmp_pat
     with disk.recorded():
         summary = start_and_train(dataset, run_dir)
     before = len(disk.states)
+    assert load_summary(disk.states[-3]) == summary  # Of what is synced.
     check_records(run_dir, summary)
     # Neither checkpoints nor the length of a call change the result.
     assert summary["weights_sha256"] == whole[1]["weights_sha256"]

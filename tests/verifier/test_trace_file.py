@@ -305,6 +305,7 @@ WRONG = {  # What writes a file, and a part of its refusal.
     "a text": (described(versions={"torch": 2}), "versions.torch of 'about' is 2, must be a text"),
     "alias": (described(aliases={"1/data/0/1": "1/data/0/7"}), "has a wrong alias '1/data/0/1'"),
     "no replica": (described(num_replicas=0), "num_replicas of 'about' must be from 1"),
+    "rank 2 of 2": (described(mesh={"dp": 2}, data_axes=["dp"], ranks=[2]), "must be from 0 to 1"),
     "replica 2 of 2": (described(replicas=[0, 2]), "replicas of 'about' must be from 0 to 1"),
     "shard of replica 2": (described(shards=[[0, 1], [2, 1]]), "must be from 0 to 1"),
     "half a shard": (described(shards=[[0, 1], [1]]), "shards[1] of 'about' is a list of 1"),
