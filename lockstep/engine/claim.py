@@ -363,11 +363,17 @@ class Claim:
         return bounds.correction_error(betas, self.pair.number + 1)
 
     def _is_muon(self, variable: Variable) -> bool:
-        """Whether a weight's optimizer has the name of Muon, of whatever form."""
+        """Whether an optimizer with the name of Muon updates a weight, of which it keeps one mean.
+
+        Those of which it keeps two, as of embeddings, have Adam's rule in it.
+        """
         about, position = self.pair.reference.trace.about, self.pair.reference.position
         groups = about.settings[position] if about.settings else ()
         own = [g.get("optimizer", "") for g in groups if variable.first in g.get("weights", ())]
-        return any("muon" in str(name).lower() for name in (about.optimizer.get("class"), *own))
+        names = str([about.optimizer.get("class"), *own]).lower()
+        kept = [v for v in self.pair.variables if v.kind == STATE and v.weight == variable.first]
+        states = [self.pair.state(v) for v in kept] if "muon" in names else []
+        return "muon" in names and sum(x is not None and np.ndim(x.new) > 1 for x in states) < 2
 
     @functools.cached_property
     def _of_rule(self) -> Named:

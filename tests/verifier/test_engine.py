@@ -34,6 +34,7 @@ from .changes import (
     pair,
     times,
     times_element,
+    with_settings,
     without,
 )
 from .rows import FEW_DIGITS, NOTES, OF_CLASSES, RIGHT, WRONG
@@ -157,6 +158,8 @@ def test_in_16_bits_a_matrix_of_muon_is_not_compared():
     short = {**OF_CLASSES, "about": {**MUON, "computed_in": "bfloat16"}}
     verdict = judged(short, {**short, "gradient": rounded_over_classes})
     assert verdict.status == CLEAN and verdict.num_unknown >= FEATURES * OUTPUTS, str(verdict)
+    adam = {**ADAM, "about": short["about"]}
+    assert judged(adam, {**adam, **with_settings(learning_rate=0.03)}).status == FAULT
 
 
 def test_without_gradients_what_permuted_examples_move_is_rounding():
