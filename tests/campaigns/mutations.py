@@ -183,10 +183,8 @@ class Covered(NamedTuple):
     def tests_of(self, mutation: Mutation) -> list[str]:
         """Returns the tests that run what a bug changes, first those that run most of its file."""
         text, new = (ROOT / mutation.file).read_text("utf-8"), mutation.new.splitlines()
-        above, runs = (
-            text[: text.index(mutation.old)].count("\n"),
-            self.lines.get(mutation.file, {}),
-        )
+        above = text[: text.index(mutation.old)].count("\n")
+        runs = self.lines.get(mutation.file, {})
         changed = [n for n, line in enumerate(mutation.old.splitlines(), 1) if line not in new]
         first, last = above + (changed or [1])[0], above + (changed or [1])[-1]
         while first > 1 and not any(runs.get(line) for line in range(first, last + 1)):
