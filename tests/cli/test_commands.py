@@ -164,8 +164,8 @@ def test_generated_images_simulated_gpus_and_a_fault_say_so_where_one_looks(
     out, fault = tmp_path / "run", "scale_gradient:factor=0.5"
     command = ["--num_gpus=2", *SMALL[1:], f"--out={out}"]
     result = run_here_ok(*command, f"--inject={fault}")
-    # At the start and before the end.
-    assert result.stderr.count("WARNING: GENERATED") == 2
+    assert result.stderr.count("WARNING: GENERATED") == 2  # At the start and before the end.
+    assert result.stderr.count("and cannot be downloaded (") == 1
     assert result.stderr.count(f"WARNING: injected fault: {fault}") == 2
     assert result.stderr.count("2 devices asked for, but this machine has no GPU") == 1
     summary = load_summary(out)

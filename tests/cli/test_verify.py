@@ -181,7 +181,7 @@ def test_verified_steps_change_nothing_and_are_counted(tmp_path):
 def test_copies_that_differ_by_less_than_rounding_stop_the_training(tmp_path, monkeypatch):
     judged = Verdict(CLEAN, training="manual"), 0
     monkeypatch.setattr(step_check, "judge", lambda *_: judged)
-    words = ["--epochs=1", "--verify_every=1", "--inject=perturb_weight:step=1"]
+    words = ["--epochs=1", "--verify_every=9", "--inject=perturb_weight:step=1"]
     result = run_here(*SMALL, *words, f"--out={tmp_path}/run")
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: manual has a mismatch: ")

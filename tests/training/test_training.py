@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import time
 import types
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -102,6 +103,8 @@ def copy(whole, tmp_path):
 def test_a_signal_saves_and_the_same_command_resumes(dataset, tmp_path, monkeypatch):
     """In mid-epoch, in the evaluation and after it, with statistics that each replica has."""
     monkeypatch.setitem(MODELS, "lenet", "tests.dense_network:build_conv_norm_network")
+    saves = unittest.mock.Mock(wraps=loops.save_checkpoint)
+    monkeypatch.setattr(loops, "save_checkpoint", saves)
     options = {"strategy": "manual", "epochs": 1}
     expected = train(dataset, tmp_path / "whole", **options)
     run_dir = tmp_path / "cut"
@@ -121,6 +124,7 @@ def test_a_signal_saves_and_the_same_command_resumes(dataset, tmp_path, monkeypa
     assert [path.stem for path in checkpoint_paths(run_dir)] == [
         f"step-{step:08d}-epoch-{epoch:04d}" for step, epoch in [(3, 0), (5, 0), (5, 1)]
     ]
+    assert saves.call_count == 1 + 3
     resumed = train(dataset, run_dir, **options)
     assert resumed["weights_sha256"] == expected["weights_sha256"]
     assert losses(run_dir) == losses(tmp_path / "whole")

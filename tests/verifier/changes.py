@@ -201,9 +201,15 @@ def averaged_by_optimizer(factor):
 # --- Clipping ------------------------------------------------------------------------------------
 
 
-def clip(replica, gradients):
-    norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
-    return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
+def clip(replica, gradients, limit=0.1, constant=0.0):
+    norm = np.sqrt(sum(float((g**2).sum()) for g in gradients)) + constant
+    return [g * np.float32(min(1, limit / norm)) for g in gradients]
+
+
+def small_clip(constant):
+    """Gradients of about 1e-4, clipped with a constant beside their norm."""
+    of_norm = functools.partial(clip, limit=1e-5, constant=constant)
+    return {**times(1e-4), "clip": of_norm}
 
 
 # --- Optimizers ----------------------------------------------------------------------------------

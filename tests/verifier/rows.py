@@ -58,6 +58,8 @@ RIGHT = {
     "units that turn over on a GPU": (GPU, moved(5e-4)),
     # Clipping.
     "clipping after the sum": ({"clip": clip}, {}),
+    "a constant in clipping": (small_clip(0.0), small_clip(1e-6)),
+    "no constant in clipping": (small_clip(1e-6), small_clip(0.0)),
     # Data.
     "scaled by the model": ({}, scaled(255, "data")),
     "a loss of other rounding": ({}, scaled(1 + 1e-6, "loss")),
