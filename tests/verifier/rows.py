@@ -56,6 +56,8 @@ RIGHT = {
     "a weight after the update": (left(1.01), left(1.01)),
     "products in TF32 in the reference": (IN_TF32, moved(2.0**-10)),
     "units that turn over on a GPU": (GPU, moved(5e-4)),
+    "units that turn over after outputs of other rounding": (
+        {**GPU, **with_outputs(1)}, {**moved(5e-4), **with_outputs(1 + 1e-5)}),
     # Clipping.
     "clipping after the sum": ({"clip": clip}, {}),
     "a constant in clipping": (small_clip(0.0), small_clip(1e-6)),
@@ -144,6 +146,8 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "shards of the reference": ("gradient", {**layers(NORM), **of_shards()}, NOISY),
     "layers compute in another dtype": ("gradient",
         {}, {**NOISY, "about": {"computed_in": "bfloat16"}}),
+    "outputs that are no rounding on a GPU": ("outputs: other_outputs",
+        {**GPU, **with_outputs(1)}, {**moved(5e-4), **with_outputs(1 + 1e-4)}),
     "units that turn over too far on a GPU": ("gradient: other_backward", GPU, moved(1e-2)),
     "raw gradients of NaN that nothing uses": ("gradient: other_backward",
         {}, scaled(np.nan, "raw")),

@@ -61,6 +61,16 @@ def case_owned_rows():
         assert about["not_loaded"] == ([] if layout else ["1.weight/rows"])
 
 
+def case_parts_of_a_sequence():
+    """Gradient and loss of a sequence are the means of those of its parts."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    steps_of = functools.partial(plain, loss=lambda *_: model(torch.ones(3, 2, 4)).mean())
+    train(model, momentum(model), "cp.npz", steps_of, 1, mesh=mesh, dims="b s[cp] f", steps=1)
+    placements = Trace(f"cp.rank{dist.get_rank()}").about["placements"]
+    assert (placements["raw/0"], placements["loss/0"]) == ("d0 d1 mean(cp)", "mean(cp)")
+
+
 def case_wrong_parts():
     """A weight that the script has cut itself is asked for; a mesh has all processes."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
