@@ -74,7 +74,9 @@ def test_weights_are_put_together(axes, data_axes, placement, shape):
                        {"before/0": placement}))  # fmt: skip
     assert [*trace.copies] == [*range(mesh.size)]
     for copy in trace.copies:
-        np.testing.assert_array_equal(trace.arrays(0, "before", copy)[0], whole)
+        array = trace.arrays(0, "before", copy)[0]
+        np.testing.assert_array_equal(array, whole)
+        assert array is trace.arrays(0, "before", copy)[0]  # It is put together once.
 
 
 def test_summands_are_added_and_examples_are_those_of_the_ranks_of_a_replica():
