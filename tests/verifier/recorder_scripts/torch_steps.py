@@ -29,6 +29,22 @@ def case_repeated_update():
     assert counts == [4, 6]
 
 
+def case_passes_of_a_step():
+    """The gradient of a step is the sum of those of its backward passes."""
+
+    def steps_of(model, optimizer, step):
+        optimizer.zero_grad()
+        for shard in range(2):
+            loss_of(model, step, shard, 2).backward()
+        optimizer.step()
+
+    trace = recorded("passes", steps_of=steps_of, num_steps=1, steps=1)
+    added, raw = trace.get(1, "added"), trace.get(1, "raw")
+    for first, second, total in zip(added[: len(raw)], added[len(raw) :], raw, strict=True):
+        np.testing.assert_array_equal(first + second, total)
+    assert trace.about["calls"] == [2 * ["forward", "backward"]]
+
+
 def case_parts_of_a_model():
     """A training may call parts of the model, and not the model."""
 
@@ -130,6 +146,11 @@ def case_modules():
     model[1].forward = lambda x: right(x).roll(1, -1)
     recorded("wrong", model, steps_of=plain, modules=True, replay="one.npz")
     assert compare("one.npz", "wrong.npz").place.module == "1, forward"
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 5)))
+    parts = recorded("parts", model, steps_of=plain, num_steps=1, steps=1, modules=True)
+    assert parts.about["modules"][2:4] == ["2", "2.0"]
+    of_block, of_first = (parts.kind("module_in_grad")[place] for place in "23")
+    assert of_block.any() and np.array_equal(of_block, of_first)
 
 
 def case_modules_beyond_a_limit():
