@@ -262,9 +262,12 @@ def check_records(run_dir, summary):
     assert checkpoint.metadata.steps_per_epoch == 5
 
 
-def test_more_epochs_resume_from_what_is_saved(dataset, tmp_path, whole):
+def test_more_epochs_resume_from_what_is_saved(dataset, tmp_path, whole, monkeypatch):
     train(dataset, tmp_path, epochs=1)
-    assert train(dataset, tmp_path)["weights_sha256"] == whole[1]["weights_sha256"]
+    monkeypatch.setattr(loops, "_CALL_SEC", 1e9)  # Calls end where a checkpoint is due.
+    summary = train(dataset, tmp_path, checkpoint_every=4)
+    assert summary["weights_sha256"] == whole[1]["weights_sha256"]
+    assert [path.stem[5:13] for path in checkpoint_paths(tmp_path)][-2:] == ["00000008", "00000010"]
 
 
 def test_more_epochs_of_a_schedule_are_another_training(dataset, tmp_path, capsys, monkeypatch):
