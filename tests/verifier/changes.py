@@ -128,6 +128,13 @@ def of_shards(script):
         script.arrays[name.replace("data", "shards")] = np.arange(len(script.arrays[name])) % 2
 
 
+@option
+def in_groups(script):
+    """Pairs of neighbours are groups, whose numbers begin with 0 on each replica."""
+    for name in names(script, "data"):
+        script.arrays[f"{name[:-1]}1"] = np.arange(len(script.arrays[name])) // 2
+
+
 # --- Outputs -------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ FEW_DIGITS = {"update": in_few_digits}
 OF_CLASSES = {"about": MUON, "gradient": over_classes, "update": orthogonalised}
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 NO_GRADIENT = zero_in(0, 1, 2, 3)
+DRAWN = random_states(lambda step, r: [step] * 4, 1)
 
 RIGHT = {
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
@@ -143,9 +144,13 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "other shards of the reference": ("not compared: loss",
         {**layers(NORM), **of_shards()}, {**NOISY, "shard": three_quarters}),
     "random layers": ("not compared: gradient: other_backward", DROPOUT, NOISY),
+    "random layers on one replica": ("gradient: other_backward",
+        {**DROPOUT, **DRAWN}, {**ONE, **NOISY, **DRAWN}),
     "shards of the reference": ("gradient", {**layers(NORM), **of_shards()}, NOISY),
     "layers compute in another dtype": ("gradient",
         {}, {**NOISY, "about": {"computed_in": "bfloat16"}}),
+    "outputs in place of zeros": ("outputs: other_outputs",
+        with_outputs(0), {**moved(1e-2), **with_outputs(1e-3)}),
     "outputs that are no rounding on a GPU": ("outputs: other_outputs",
         {**GPU, **with_outputs(1)}, {**moved(5e-4), **with_outputs(1 + 1e-4)}),
     "units that turn over too far on a GPU": ("gradient: other_backward", GPU, moved(1e-2)),
@@ -153,7 +158,11 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         {}, scaled(np.nan, "raw")),
     "epsilon": ("gradient: other_backward",
         layers(NORM), {**ONE, **NOISY, **layers({**NORM, "epsilon": 1e-3})}),
+    "beside numbers of groups, which begin anew on each replica": ("gradient: wrong_factor",
+        in_groups(),
+        {**in_groups(), **times(1.1), "shard": lambda rows, r, n: np.array_split(rows, n)[r]}),
     "larger beside products in TF32": ("gradient: wrong_factor", IN_TF32, times(1.1)),
+    "a factor of small gradients": ("gradient: wrong_factor", times(1e-4), times(1.007e-4)),
     "sum hidden by clipping": ("gradient: wrong_factor", CLIPPED, {**SUMMED, **scaled(2, "raw")}),
     "frozen": ("gradient: frozen", {}, bias_times(lambda step, r: 0)),
     "no gradient": ("gradient: frozen", {}, without("raw sums clipped", index=1)),
@@ -168,6 +177,8 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "no gradient is recorded, summed": ("sum: wrong_factor",
         WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED}),
     "sum by an optimizer": ("sum", UNKNOWN, averaged_by_optimizer(2)),
+    "parts of state that do not fit together": ("update",
+        UNKNOWN, both(halves(), edit(lambda a: a[:, :2], "before after", 1, 4))),
     "a row is 0 after the sum": ("sum",
         {}, after_sum(lambda g: g * (np.arange(12) != 2)[:, None] if g.ndim == 2 else g)),
     "bfloat16": ("sum: reduced_precision",
