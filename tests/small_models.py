@@ -56,14 +56,6 @@ def small_resnet():
     return scaled(network)
 
 
-def seeded(build):
-    def model_fn():
-        keras.utils.set_random_seed(7)
-        return build()
-
-    return model_fn
-
-
 def momentum_sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
@@ -71,7 +63,8 @@ def momentum_sgd():
 def create(name, num_replicas, build=deep_network, optimizer_fn=None, **options):
     strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
     assert strategy.num_replicas == num_replicas
-    strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
+    keras.utils.set_random_seed(7)  # Only the first replica draws what others do.
+    strategy.build(build, optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy
 
 
