@@ -59,7 +59,7 @@ def _one_step_a_call(monkeypatch):
     monkeypatch.setattr(loops, "_CALL_SEC", 0.0)
 
 
-def make(dataset, run_dir, *, strategy="single", **options):
+def make(dataset, run_dir, *, strategy="single", on_progress=lambda: None, **options):
     """Makes a training of 5 steps an epoch, which resumes what is in the directory."""
     defaults = {"strategy": strategy, "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
     config = Config.of(**{**defaults, **options})
@@ -67,7 +67,7 @@ def make(dataset, run_dir, *, strategy="single", **options):
     run = TrainingRun(config, Devices(CPUS[:num_devices], simulated=num_devices > 1), dataset)
     assert run.strategy.num_shards == num_devices
     run_dir.mkdir(exist_ok=True)
-    return loops.TrainingLoop(run, run_dir, find_newest_checkpoint(run_dir))
+    return loops.TrainingLoop(run, run_dir, find_newest_checkpoint(run_dir), on_progress)
 
 
 def train(dataset, run_dir, **options):
@@ -263,7 +263,9 @@ def check_records(run_dir, summary):
 
 
 def test_more_epochs_resume_from_what_is_saved(dataset, tmp_path, whole, monkeypatch):
-    train(dataset, tmp_path, epochs=1)
+    progress = unittest.mock.Mock()
+    train(dataset, tmp_path, epochs=1, on_progress=progress)
+    assert progress.call_count >= 8  # For each of 5 steps, the start, the evaluation, the save.
     monkeypatch.setattr(loops, "_CALL_SEC", 1e9)  # Calls end where a checkpoint is due.
     summary = train(dataset, tmp_path, checkpoint_every=4)
     assert summary["weights_sha256"] == whole[1]["weights_sha256"]
