@@ -28,16 +28,24 @@ COVERAGE_OF_BENCH = .venv-bench/bin/python -m pip install --quiet --disable-pip-
 WORDS := whoever|nobody|somebody|in silence|witness(es)?|spoil(s|ed|ing)?|onlooker|mend(s|ed|ing)?
 WORDS := $(WORDS)|the same bits|go(es)? on|went on|(is|are|was|were) cut off|told of|the book
 
-# Small programs of each kind, with many places and names.
-RECORDED := adapters/drawn_projections averages/keras_ema averages/local_updates
-RECORDED += data/nodes_of_a_batch data/uneven_join experts/shared_and_noisy
-RECORDED += experts/summed_tokens gathered/label_offset jax/batch_norm_axis jax/clipped_parts
-RECORDED += jax/key_of_each_step jax/sampled_waves keras/no_reshuffle keras/scalar_loss
-RECORDED += keras/weighted_examples losses/masked_pmean losses/quantiles parallel/shared_bias
-RECORDED += parallel/transposed_spectrum precision/float8_amax precision/loss_dtype_jax
+# Small programs of each kind, with most places and names.
+RECORDED := adapters/checkpointed_towers adapters/drawn_projections adapters/lora_dropout
+RECORDED += adapters/merged_for_generation adapters/modules_to_save_tied averages/keras_ema
+RECORDED += averages/local_updates averages/norm_of_metrics averages/unequal_batches
+RECORDED += data/dispatched_batches data/nodes_of_a_batch data/size_for_all_replicas
+RECORDED += data/uneven_join experts/shared_and_noisy experts/summed_tokens gathered/label_offset
+RECORDED += gathered/rows_within_norm jax/batch_norm_axis jax/clipped_parts jax/key_of_each_step
+RECORDED += jax/sampled_waves jax/skipped_transition keras/clipped_on_one_rank keras/decay_of_biases
+RECORDED += keras/frozen_later keras/local_batch_norm keras/no_reshuffle keras/scalar_loss
+RECORDED += keras/stale_bucket keras/traced_rate keras/weighted_examples losses/conflicting_tasks
+RECORDED += losses/masked_pmean losses/quantiles losses/turns_of_two parallel/shared_bias
+RECORDED += parallel/transposed_spectrum precision/compressed_gradients precision/float8_amax
+RECORDED += precision/fsdp_reduce_dtype precision/loss_dtype_jax precision/lost_epsilon
+RECORDED += precision/overflow_on_one_rank precision/scaled_by_hand random/equal_masks
 RECORDED += random/jax_keys random/one_coin random/size_of_pictures resume/divergence_weight
-RECORDED += resume/jax_restored_tree sharded/flat_buffer_padding sharded/master_weights
-RECORDED += sharded/muon_column_parallel sharded/values_of_shards
+RECORDED += resume/jax_restored_tree resume/loss_scale sharded/flat_buffer_padding
+RECORDED += sharded/master_weights sharded/muon_column_parallel sharded/replicated_shards
+RECORDED += sharded/values_of_shards
 
 .PHONY: help setup train test test-all coverage package lint mutations campaign cases bench accuracy
 .PHONY: docs site frameworks recording recordings lock clean

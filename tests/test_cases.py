@@ -133,7 +133,7 @@ def test_kept_recordings_are_judged_as_expected(kept, capsys):
     code = command.main([*kept_cases(kept), f"--keep={kept}", "--kept"])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert int(re.search(r"(\d+) forms", printed)[1]) >= 80
+    assert int(re.search(r"(\d+) forms", printed)[1]) >= 175
     assert command.main(["losses/two_players", f"--keep={kept}", "--kept"]) == 3
     assert "has no recording of losses/two_players as it is now" in capsys.readouterr().err
 
