@@ -6,7 +6,7 @@ for sums as well; of an update that is not, as Adam's, a sum is known less exact
 
 import numpy as np
 
-from lockstep.data.trace import STATE, STATISTIC
+from lockstep.data.trace import STATE
 from lockstep.engine.pair import Pair, Variable
 from lockstep.numeric import state_bounds as bounds
 from lockstep.numeric.arrays import Array, dense, norm
@@ -44,8 +44,6 @@ def is_linear(pair: Pair, variable: Variable) -> bool:
 
 
 def mean_size(pair: Pair, variable: Variable, size: np.ndarray, num_sums: int) -> float:
-    """Returns the root mean square of all elements of a sampled statistic; 0 of a whole one."""
-    if not num_sums or variable.kind != STATISTIC:
-        return 0.0
+    """Returns the root mean square of all elements of a sampled statistic."""
     number = np.prod(pair.reference.trace.variables[variable.first].shape)
     return float(norm(size[-num_sums:]) / number**0.5)

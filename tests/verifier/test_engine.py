@@ -29,6 +29,7 @@ from .changes import (
     SUMMED,
     WITHOUT_GRADIENTS,
     bias_times,
+    edit,
     layers,
     of_shards,
     over_classes,
@@ -124,6 +125,8 @@ def test_one_element_of_a_weight_on_one_rank_is_a_fault():
     assert place_of(verdict) == (FAULT, "update", 1)
     assert verdict.place.tensors == ("dense/kernel",) and verdict.place.ranks == ("replica 1",)
     assert verdict.place.where == "in rows 1 of 12"
+    verdict = judged({}, edit(lambda a: a + np.float32([0, 1e-3, 0]), "after", 1, 0, 2))
+    assert verdict.place.where == "in columns 1 of 3"
 
 
 def test_a_gradient_that_one_rank_scales_is_a_fault():
