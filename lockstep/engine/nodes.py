@@ -61,7 +61,7 @@ def other_examples(look: Look) -> Finding | None:
         new = [s for s, each in enumerate(own) if not {*each} <= look.batches.known]
         drawn = [x for x in look.random if x.how != OTHER]
         is_drawn = new and (drawn or look.batches.have_equal_ids(number))
-        seen = {"rows": (right, own), "random": drawn if new else []}
+        seen = {"rows": (right, own), "random": drawn}
         is_filled = look.batches.is_filled_up(number) and not look.batches.share_examples(number)
         status = BY_DESIGN if is_filled and not is_drawn else FAULT
         return Finding(RANDOM if is_drawn else EXAMPLES, seen=seen, status=status)
