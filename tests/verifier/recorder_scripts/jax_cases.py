@@ -126,7 +126,7 @@ def jit_loop(step):
     state = State(init(), start_of_adam(init()), {"mean": np.zeros(5, np.float32)})
     for number in range(5):
         examples = dict(zip("xy", batch(number), strict=True))
-        state, _ = step("a name", state, examples, key=jax.random.key(number))
+        state, _ = step("a name", state, examples, key=jax.random.PRNGKey(number))
     return leaves_of(state)
 
 

@@ -146,11 +146,14 @@ def case_modules():
     model[1].forward = lambda x: right(x).roll(1, -1)
     recorded("wrong", model, steps_of=plain, modules=True, replay="one.npz")
     assert compare("one.npz", "wrong.npz").place.module == "1, forward"
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 5)))
+    block = nn.Sequential(relu := nn.ReLU(), nn.Linear(8, 8), relu, nn.Linear(8, 5))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), block)
     parts = recorded("parts", model, steps_of=plain, num_steps=1, steps=1, modules=True)
     assert parts.about["modules"][2:4] == ["2", "2.0"]
     of_block, of_first = (parts.kind("module_in_grad")[place] for place in "23")
     assert of_block.any() and np.array_equal(of_block, of_first)
+    into, out = (parts.kind(f"module_{way}") for way in ("in", "out"))
+    np.testing.assert_array_equal(into["3"], out["1"])  # Of the first of two calls.
 
 
 def case_modules_beyond_a_limit():
