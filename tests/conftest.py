@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,16 +35,11 @@ LONGEST = [
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 
 
-def runs_tests(config) -> bool:
-    """Returns whether this process runs tests, and not only distributes them."""
-    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-
-
 def pytest_configure(config):
     # Warnings are printed unless something else handles them, which pytest's plugin would.
     config.pluginmanager.set_blocked("logging-plugin")
-    if not runs_tests(config):
-        return
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        return  # This process only distributes the tests.
     from app.devices.import_tf import import_tensorflow
 
     tf = import_tensorflow()  # With the program's kernels and order of summation.
@@ -171,10 +167,7 @@ def no_gpu(monkeypatch):
 @pytest.fixture
 def no_data(monkeypatch):
     """A machine without Fashion-MNIST and without a network."""
-
-    def refuse():
-        raise OSError("Network is unreachable")
-
+    refuse = mock.Mock(side_effect=OSError("Network is unreachable"))
     monkeypatch.delenv("FASHION_MNIST_DIR", raising=False)
     monkeypatch.setenv("TFDS_DATA_DIR", "tfds")
     monkeypatch.setattr("app.data.fashion_mnist.check_connection", refuse)

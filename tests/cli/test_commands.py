@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -137,10 +138,8 @@ def test_lost_or_edited_records_are_written_again(compared, tmp_path, damage):
 
 
 def test_evaluate_on_another_strategy(compared):
-    result = run_here_ok(
-        *("evaluate", f"--run={compared[0]}/manual", "--strategy=sharded", "--device=cpu"),
-        "--num_devices=3",
-    )
+    words = "--strategy=sharded", "--num_devices=3", "--device=cpu"
+    result = run_here_ok("evaluate", f"--run={compared[0]}/manual", *words)
     accuracy = load_summary(compared[0] / "manual")["test_accuracy"]
     assert f"test acc: {accuracy:.4f}" in result.stdout.splitlines()[-1]
     assert "of 200 right" in result.stdout
@@ -182,10 +181,8 @@ def test_generated_images_simulated_gpus_and_a_fault_say_so_where_one_looks(
 
 
 def test_a_bug_leaves_its_traceback_in_the_log(tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise ZeroDivisionError("oops")
-
-    monkeypatch.setattr("app.data.fashion_mnist.load_data", fail)
+    fails = mock.Mock(side_effect=ZeroDivisionError("oops"))
+    monkeypatch.setattr("app.data.fashion_mnist.load_data", fails)
     result = run_here(*ON_CPUS, f"--out={tmp_path}/run", "--overwrite")
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1 and "ZeroDivisionError: oops" in result.stderr

@@ -48,13 +48,6 @@ def train_in_the_program(dataset, values, num_replicas):
     return [[w.numpy() for w in replica.model.trainable_variables] for replica in strategy.replicas]
 
 
-def assert_equal(copies, others, devices):
-    for params, right, device in zip(copies, others, devices, strict=True):
-        for param, value in zip(params, right, strict=True):
-            assert param.device.endswith(device.removeprefix("/device:"))
-            np.testing.assert_array_equal(param.numpy(), value)
-
-
 # MirroredStrategy rounds the sizes of shards up: 16 examples are 6, 6 and 4, not 6, 5 and 5.
 @pytest.mark.parity
 @pytest.mark.parametrize(("num_devices", "ways"), [(3, ["by_hand"]), (4, ["by_hand", "mirrored"])])
@@ -70,7 +63,10 @@ def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
     for way in ways:
         device_params = lesson.train(getattr(lesson, way), data, devices, num_epochs=1)
         assert capsys.readouterr().out.startswith(f"{way}: epoch 1, test acc: 0.")
-        assert_equal(device_params, expected, devices)
+        for params, right, device in zip(device_params, expected, devices, strict=True):
+            for param, value in zip(params, right, strict=True):
+                assert param.device.endswith(device.removeprefix("/device:"))
+                np.testing.assert_array_equal(param.numpy(), value)
 
 
 def test_the_wrong_all_reduce_leaves_each_device_but_the_first_another_gradient(load, data):

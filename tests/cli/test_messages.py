@@ -31,11 +31,15 @@ IS_UPDATE = "UPDATE_MESSAGES" in os.environ
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Images that are not Fashion-MNIST, a run, and damaged copies of both."""
     folder = tmp_path_factory.mktemp("messages")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         make_small(patch, num_train=30, num_test=10)
-        _write_files()
+        pathlib.Path("theirs").mkdir()
+        pathlib.Path("theirs", "file").write_text("of another program")
+        _write_data()
+        _write_runs(pathlib.Path("runs"))
     return folder
 
 
@@ -71,14 +75,6 @@ def test_the_table_of_messages(line, folder, outcomes):
 
 def _names(folder):
     return {path.name for pattern in ("*", "runs/*") for path in folder.glob(pattern)}
-
-
-def _write_files():
-    """Writes images that are not Fashion-MNIST, a run, and damaged copies of both."""
-    pathlib.Path("theirs").mkdir()
-    pathlib.Path("theirs", "file").write_text("of another program")
-    _write_data()
-    _write_runs(pathlib.Path("runs"))
 
 
 def _write_data():

@@ -1,4 +1,4 @@
-"""The comparison of runs, `report.html` and the page of verdicts: verdicts, caveats, refusals.
+"""The comparison of runs, and `report.html`: verdicts, caveats, refusals.
 
 The pages of each command are read where it runs: `test_commands`, `test_verify`.
 """
@@ -16,11 +16,9 @@ from app.records.checkpoint import Checkpoint
 from app.records.files import write_json
 from app.report import plots
 from app.report.page import REPORT_FILE, pairs_verdict, results_table, write_report
-from lockstep.__main__ import main
 from tests.cli.report_samples import Page, write_config, write_training
 from tests.conftest import ROOT, assert_ok, run_python
 from tests.training.test_checkpoint import RUN_METADATA, STATE, make_history
-from tests.verifier.trainer import Script
 
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"
 
@@ -160,29 +158,3 @@ def test_the_table_shows_speed_up_over_single_on_real_devices(tmp_path):
     assert [row[-1] for row in rows] == ["1.00x", "4.00x"]
     runs["single"]["simulated_devices"] = True
     assert results_table(runs)[1][1] == ["manual", "2", "0.7500", "2.50", "400"]
-
-
-# The page of verdicts: `python -m lockstep … --html FILE`.
-
-
-def test_the_page_of_verdicts_is_replaced_and_no_other_file(tmp_path, capsys):
-    one = Script()
-    one.write(tmp_path / "one.npz")
-    Script(replicas=2, replay=one).write(tmp_path / "two.npz")
-    Script(replicas=2, replay=one, reduce=None).write(tmp_path / "wrong.npz")
-    names = [str(tmp_path / f"{name}.npz") for name in ("one", "two", "wrong")]
-    for _ in range(2):
-        capsys.readouterr()
-        assert main([*names, f"--html={tmp_path}/page.html"]) == 9
-    right, wrong = capsys.readouterr().out.split("\n\n")
-    page = Page(tmp_path / "page.html")
-    assert page.paragraphs("good") == [right]
-    assert page.paragraphs("bad") == wrong.splitlines()[:1] and "in step 0 (sum)" in wrong
-    (tmp_path / "link.html").symlink_to("page.html")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for name in ("one.npz", "link.html", "", "none/page.html"):
-        capsys.readouterr()
-        with pytest.raises(SystemExit, match=r"^2$"):
-            main([*names, f"--html={tmp_path / name}"])
-        assert capsys.readouterr().err.count("\n") == 1
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -37,9 +37,8 @@ def test_an_empty_environment_verifies_two_files(tmp_path):
     (wheel,) = wheels.iterdir()
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"lockstep"}
-    assert len([name for name in names if name.endswith(".py")]) == len(
-        [*(ROOT / "lockstep").rglob("*.py")]
-    )
+    modules = [*(ROOT / "lockstep").rglob("*.py")]
+    assert len([name for name in names if name.endswith(".py")]) == len(modules)
     assert {"lockstep/verify.schema.json", "lockstep/py.typed"} <= {*names}
     run(sys.executable, "-m", "venv", env)
     run(env / "bin/python", *pip, "install", wheel, numpy)

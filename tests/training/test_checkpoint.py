@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -118,17 +119,9 @@ def test_temporary_ones_and_others_are_not_seen(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
 
 
-def replace_by(make):
-    def damage(path):
-        path.rename(path.with_name("elsewhere"))
-        make(path)
-
-    return damage
-
-
-def flip_last_bit(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+def replace(path, make):
+    path.rename(path.with_name("elsewhere"))
+    make(path)
 
 
 def craft(**values):
@@ -152,9 +145,9 @@ STEP_7 = dataclasses.asdict(make(7).epochs[0])
 # Functions that change the file of a checkpoint; `campaigns/fuzz.py` has more.
 DAMAGES = [
     (lambda path: os.truncate(path, 99), "fewer than its header needs"),
-    (flip_last_bit, "SHA-256"),
-    (replace_by(os.mkfifo), "not a regular file"),
-    (replace_by(lambda path: path.symlink_to("elsewhere")), "symbolic links"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "SHA-256"),
+    (lambda path: replace(path, os.mkfifo), "not a regular file"),
+    (lambda path: replace(path, lambda link: link.symlink_to("elsewhere")), "symbolic links"),
     (craft(epochs=[STEP_7]), "by its header it is step-00000007"),
     (craft(epochs=[{**STEP_7, "step": "8"}]), "step is '8'"),
 ]
@@ -188,11 +181,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_not_overlooked(tmp_path):
 def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
     save(tmp_path, 5)
     save(tmp_path, 8)
-
-    def fail(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(files, "read_bytes", fail)
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(files, "read_bytes", mock.Mock(side_effect=error))
     with pytest.raises(OutputError, match=r"cannot be read \(Too many open files"):
         find_newest_checkpoint(tmp_path)
 

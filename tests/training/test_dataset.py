@@ -24,17 +24,6 @@ def numbered(num_examples):
     return images, (np.arange(num_examples) % 10).astype(np.uint8)
 
 
-def index_batches(dataset, num_batches):
-    batches = []
-    for images, labels in itertools.islice(dataset, num_batches):
-        images, labels = images.numpy(), labels.numpy()
-        assert images.dtype == np.uint8 and labels.dtype == np.int32
-        indices = images[:, 0, 0, 0].astype(int) * 256 + images[:, 0, 1, 0]
-        np.testing.assert_array_equal(labels, indices % 10)
-        batches.append(indices.tolist())
-    return batches
-
-
 @pytest.mark.parametrize(
     ("num_examples", "size", "sizes"), [(10, 4, [4, 4, 2]), (8, 4, [4, 4]), (3, 5, [3])]
 )
@@ -42,10 +31,15 @@ def test_epochs_are_complete_differ_and_follow_from_the_seed_from_any_step_on(
     num_examples, size, sizes
 ):
     def batches(num_batches, **options):
-        dataset = train_dataset(*numbered(num_examples), global_batch_size=size, **options)
-        return index_batches(dataset, num_batches)
+        dataset, found = train_dataset(*arrays, global_batch_size=size, **options), []
+        for images, labels in itertools.islice(dataset, num_batches):
+            images, labels = images.numpy(), labels.numpy()
+            assert images.dtype == np.uint8 and labels.dtype == np.int32
+            found.append((images[:, 0, 0, 0].astype(int) * 256 + images[:, 0, 1, 0]).tolist())
+            np.testing.assert_array_equal(labels, np.array(found[-1]) % 10)
+        return found
 
-    num_steps = len(sizes)
+    arrays, num_steps = numbered(num_examples), len(sizes)
     assert num_steps_per_epoch(num_examples, size) == num_steps
     steps = batches(3 * num_steps, seed=1)
     for epoch in (steps[:num_steps], steps[num_steps : 2 * num_steps]):

@@ -86,10 +86,7 @@ def test_workers_with_different_flags_are_refused():
     def gather(message):
         return [message, message.replace(b'"--seed": 0', b'"--seed": 5')]
 
-    workers, devices = (
-        types.SimpleNamespace(gather=gather),
-        setup.Devices(CPUS[:1], simulated=False),
-    )
+    workers, devices = types.SimpleNamespace(gather=gather), setup.Devices(CPUS[:1], False)
     with pytest.raises(ConfigError, match=r"--seed: worker 0 has 0, worker 1 has 5"):
         setup._compare_settings(workers, Config.of(), devices)
 

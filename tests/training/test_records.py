@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+from unittest import mock
 
 import matplotlib
 import matplotlib.image
@@ -38,12 +39,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         ("replace", OSError(errno.EROFS, "Read-only"), OutputError, "file.json: Read-only"),
         ("fsync", OSError(errno.EFBIG, "File too large"), OutputError, "raise the limit"),
     ]:
-
-        def fail(*_, error=error):
-            raise error
-
         with monkeypatch.context() as patch, pytest.raises(raised, match=match):
-            patch.setattr(os, call, fail)
+            patch.setattr(os, call, mock.Mock(side_effect=error))
             write_json(path, {"a": 2})
         assert read_json(path) == {"a": 1}
         assert [p.name for p in tmp_path.iterdir()] == ["file.json"]

@@ -160,9 +160,8 @@ def test_a_stop_is_passed_on_and_a_killed_worker_costs_a_restart(expected, small
         wait_for_checkpoint(process, out)
         process.send_signal(signal.SIGTERM)
         last = end(process, 143).splitlines()[-1]
-    assert (
-        f"the state is saved; resume with: {shown_python()}" in last and "--num_workers=2" in last
-    )
+    assert f"the state is saved; resume with: {shown_python()}" in last
+    assert "--num_workers=2" in last
     with started(small_program, tmp_path, *WORKERS, f"--out={out}") as process:
         wait_until(lambda: len(workers(tmp_path)) == 2)
         os.kill(workers(tmp_path)[0], signal.SIGKILL)

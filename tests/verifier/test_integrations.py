@@ -67,18 +67,6 @@ PAGE = {  # Framework → what is before and after its lines.
 }
 
 
-@pytest.fixture
-def run(scripts, tmp_path):
-    """Returns a function that runs a program in a number of processes."""
-
-    def run_program(package, program, num_processes, *arguments):
-        options = {"folder": tmp_path, "processes": num_processes, "HF_HUB_OFFLINE": "1"}
-        code, printed = scripts(package, program, *arguments, **options)
-        assert code == 0, printed[-3000:]
-
-    return run_program
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=needs(package)) for name, (package, _) in EXAMPLES.items()]
@@ -87,11 +75,11 @@ def test_integration(example, run, tmp_path):
     package, cases = EXAMPLES[example]
     program = ROOT / "examples" / f"{example}.py"
     one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
-    run(package, program, 1, one)
-    run(package, program, 2, two)
+    run(package, program, one)
+    run(package, program, two, processes=2)
     assert compare(one, two).ok
     for bug, expected in cases.items():
-        run(package, program, 2, two, one, bug)
+        run(package, program, two, one, bug, processes=2)
         assert node_of(compare(one, two)) == expected, bug
 
 
@@ -106,7 +94,7 @@ def test_the_lines_of_the_page_make_one_process_and_two_comparable(framework, ru
     program = tmp_path / "train.py"
     program.write_text(PYTORCH + before + lines + after + LOOP, encoding="utf-8")
     one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
-    run(framework, program, 1, one)
-    run(framework, program, 2, two, one)
+    run(framework, program, one)
+    run(framework, program, two, one, processes=2)
     verdict = compare(one, two)
     assert verdict.status == "clean" and not verdict.notes, str(verdict)

@@ -219,6 +219,16 @@ def gradients_of(model, x, labels, scale=lambda loss: loss):
     return tape.gradient(loss, model.trainable_variables)
 
 
+def applying(model, optimizer, scale=lambda loss: loss, times=1):
+    """Returns both, and a step that applies the gradients of the model so often."""
+
+    def step(x, labels, _):
+        for _ in range(times):
+            optimizer.apply(gradients_of(model, x, labels, scale), model.trainable_variables)
+
+    return model, optimizer, step
+
+
 def mixed_float16():
     """A loss scale."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -227,34 +237,19 @@ def mixed_float16():
     finally:
         keras.config.set_dtype_policy("float32")
     optimizer = optimizers.LossScaleOptimizer(momentum_sgd())
-
-    def step(x, labels, _):
-        gradients = gradients_of(model, x, labels, optimizer.scale_loss)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    return model, optimizer, step
+    return applying(model, optimizer, optimizer.scale_loss)
 
 
 def several_updates():
     """Applies two gradients in a step, one after the other."""
-    model, optimizer = classifier(), momentum_sgd()
-
-    def step(x, labels, _):
-        for _ in range(2):
-            optimizer.apply(gradients_of(model, x, labels), model.trainable_variables)
-
-    return model, optimizer, step
+    return applying(classifier(), momentum_sgd(), times=2)
 
 
 def of_each_kind():
     """An optimizer for weights and one for biases, which Keras has as one."""
-    model, biases, weights = classifier(), optimizers.Adam(0.01), momentum_sgd()
+    biases, weights = optimizers.Adam(0.01), momentum_sgd()
     both = optimizers.MultiOptimizer(lambda weight: biases if "bias" in weight.path else weights)
-
-    def step(x, labels, _):
-        both.apply(gradients_of(model, x, labels), model.trainable_variables)
-
-    return model, both, step
+    return applying(classifier(), both)
 
 
 def norm_and_dropout(is_wrong=False):
@@ -358,19 +353,15 @@ def test_what_a_loop_must_do_to_be_recorded_is_told_in_a_line(tmp_path):
 
 
 def test_what_cannot_be_computed_by_parts_is_told_in_a_line(tmp_path):
-    one, own = str(tmp_path / "one.npz"), str(tmp_path / "own.npz")
+    one, path = str(tmp_path / "one.npz"), str(tmp_path / "own.npz")
     train(several_updates, 1, one, steps=1)
+    given = {"steps": 1, "replay": one, "shards": "each"}
     for told, layer in (
         ("is synchronised", layers.BatchNormalization(synchronized=True)),
         ("^shards='each': layers add losses of ", layers.ActivityRegularization(l1=0.01)),
     ):
-
-        def program(layer=layer):
-            model = classifier(layer)
-            return model, momentum_sgd(), lambda x, labels, _: gradients_of(model, x, labels)
-
         with pytest.raises(ValueError, match=told):
-            train(program, 1, own, steps=1, replay=one, shards="each")
+            train(lambda own=layer: applying(classifier(own), momentum_sgd()), 1, path, **given)
 
 
 def test_the_lines_of_the_page_record_fit_and_a_custom_loop(tmp_path, monkeypatch):

@@ -7,10 +7,10 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import jsonschema
 import pytest
@@ -20,7 +20,9 @@ from lockstep.__main__ import main
 from lockstep.data.file import load
 from lockstep.running import run
 from lockstep.running.launch import TrainingError, run_training
-from tests.conftest import ROOT, run_python
+from tests.cli.report_samples import Page
+from tests.conftest import ROOT, run_python, wait_until
+from tests.verifier.test_same_training import command_of
 from tests.verifier.trainer import Script
 
 
@@ -48,7 +50,6 @@ def files(tmp_path_factory):
     (("one",), (), 3, "one.npz: a verdict comes from two recordings"),
     (("one", "ended"), (), 3, "ended.npz is not verified: the training ended with an exc"),
     (("one", "two"), ("--tolerance=0.5", "--details"), 0, "0.5, given by --tolerance"),
-    (("one", "two"), ("--details",), 0, "\n  sum        "),
     (("still", "still2"), (), 3, "still2.npz has nothing to verify: no weight changes"),
     (("damaged",), (), 3, "damaged.npz"),
     (("none",), (), 3, "none.npz"),
@@ -93,6 +94,26 @@ def test_the_json_is_as_its_schema_says(files, capsys):
         assert {*record["trainings"]} == {f"{name}.npz" for name in names[1:]}
 
 
+def test_the_page_is_replaced_and_no_other_file(files, tmp_path, capsys):
+    names = [str(files / f"{name}.npz") for name in ("one", "two", "wrong")]
+    for _ in range(2):
+        capsys.readouterr()
+        assert main([*names, f"--html={tmp_path}/page.html"]) == 9
+    right, wrong = capsys.readouterr().out.split("\n\n")
+    page = Page(tmp_path / "page.html")
+    assert page.paragraphs("good") == [right]
+    assert page.paragraphs("bad") == wrong.splitlines()[:1] and "in step 0 (sum)" in wrong
+    (tmp_path / "link.html").symlink_to("page.html")
+    shutil.copy(names[0], tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for name in ("one.npz", "link.html", "", "none/page.html"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*names, f"--html={tmp_path / name}"])
+        assert capsys.readouterr().err.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_show_lists_what_a_recording_holds(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["show", *(str(files / f"{name}.npz") for name in ("one", "two"))]) == 0
@@ -122,13 +143,6 @@ def test_any_terminal_shows_any_name_and_a_closed_pipe_keeps_the_exit_code(files
             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
         )  # fmt: skip
         assert (result.returncode, len(result.stderr.splitlines())) == (code, lines), result.stderr
-
-
-def command_of(training):
-    """Returns the command that runs a training of `test_same_training`."""
-    prepared = f"import sys; sys.path.append({str(ROOT)!r})"
-    imported = f"from tests.verifier.test_same_training import {training} as train"
-    return shlex.join([sys.executable, "-c", f"{prepared}; {imported}; print(1); train()"])
 
 
 def test_run_records_trainings_and_verifies_them(tmp_path, capsys):
@@ -184,17 +198,10 @@ os.rename("new", "pid")
 time.sleep(300)"""
 
 
-def wait_for(condition):
-    """Returns what a condition returns as soon as it is true."""
-    end = time.monotonic() + 30
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
-
-
-def wait_for_the_end_of(pid):
-    wait_for(lambda: not pathlib.Path("/proc", pid).exists())
+def wait_for_the_end_of(folder):
+    """Waits until the process has ended that has written its number into a folder."""
+    pid = (folder / "pid").read_text()
+    wait_until(lambda: not pathlib.Path("/proc", pid).exists(), timeout_sec=30)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
@@ -209,10 +216,10 @@ def test_a_signal_ends_run_and_all_that_it_has_started(tmp_path, number, code):
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        pid = wait_for((tmp_path / "pid").exists) and (tmp_path / "pid").read_text()
+        wait_until((tmp_path / "pid").exists, timeout_sec=30)
         process.send_signal(number)
         told = process.communicate(timeout=30)[1]
-    wait_for_the_end_of(pid)
+    wait_for_the_end_of(tmp_path)
     assert process.returncode == code
     if number != signal.SIGKILL:
         assert "reference: interrupted, " in told and not [*tmp_path.glob("lockstep-*")]
@@ -225,14 +232,13 @@ def test_what_has_left_a_training_that_fails_is_ended(tmp_path):
     code = f"import os, subprocess, sys, time; {start}; {wait}; sys.exit(3)"
     with pytest.raises(TrainingError, match="ended with exit code 3"), contextlib.chdir(tmp_path):
         run_training([sys.executable, "-c", code], {}, tmp_path / "log", 60)
-    wait_for_the_end_of((tmp_path / "pid").read_text())
+    wait_for_the_end_of(tmp_path)
 
 
 def test_a_folder_is_that_of_one_run(tmp_path, capsys):
-    asked = [sys.executable, "-m", "lockstep", "run", "--reference=true", "--variant=true"]
+    asked = "--reference=true", "--variant=true", f"--keep={tmp_path}"
     with run._locked(tmp_path):
-        done = subprocess.run([*asked, f"--keep={tmp_path}"], capture_output=True, text=True,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+        done = run_python("-m", "lockstep", "run", *asked)
     assert done.returncode == 2
     text = "is the folder of a run that has not ended; pass another one"
     assert done.stderr == f"error: {tmp_path}: {text}\n"
@@ -255,9 +261,8 @@ def test_a_terminal_has_one_line_for_each_run(monkeypatch):
     assert main(["run", f"--reference={command_of('record')}", *flags]) == 0
     said, first, second, last = (line.split("\r") for line in terminal.getvalue().split("\n"))
     assert said[0].startswith("2 trainings, and more where one differs: reference; nnn")
-    assert first[1] == "reference: running, 0 s" and re.match(
-        r"reference: recorded, \d+ s", first[-1]
-    )
+    assert first[1] == "reference: running, 0 s"
+    assert re.match(r"reference: recorded, \d+ s", first[-1])
     assert all(len(text) < 50 for text in second) and re.search(r"n: recorded, \d+ s", second[-1])
     assert last[-1] == "" and not last[-2].strip()
 

@@ -126,22 +126,6 @@ def test_the_first_wrong_module_is_said_with_its_pass(name):
 # --- Parts of arrays on the ranks of one replica -------------------------------------------------
 
 
-def judged_in_parts(wrong=None, **changes):
-    """Returns the verdict if ranks of tensor parallelism have parts of some arrays.
-
-    Args:
-        wrong: see `trained`.
-        changes: kind → module → function that returns the arrays of both ranks.
-    """
-    second, views = trained(wrong=wrong), {}
-    for kind, of_module in changes.items():
-        for module, parts_of in of_module.items():
-            name = f"1/{kind}/0/{MODULES.index(module)}"
-            views[name] = parts_of(second.stored()[name])
-            second.stored()[name] = views[name][0]
-    return verify(trained(), on_two_ranks(second, views))
-
-
 def blocks(array):
     return array[:, ::2], array[:, 1::2]
 
@@ -159,7 +143,9 @@ def parts_of(*factors):
     return lambda gradient: [factor * gradient for factor in factors]
 
 
-ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None if all are right.
+# What is wrong on both, as in `trained`; kind → module → function that returns the arrays of both
+# ranks, which have parts of some; and the module that is said, or None if all are right.
+ON_RANKS = {
     "parts and sums": (
         {}, {"module_out": {
             "layers.0.linear": lambda a: (a[:, :3], a[:, 3:]), "layers.0.act": summands}}, None),
@@ -181,7 +167,13 @@ ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module; None 
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_parts_of_arrays_of_modules_on_ranks(name):
-    wrong, parts, module = ON_RANKS[name]
-    verdict = judged_in_parts(wrong, **parts)
+    wrong, changes, module = ON_RANKS[name]
+    second, views = trained(wrong=wrong), {}
+    for kind, of_module in changes.items():
+        for changed, arrays_of in of_module.items():
+            place = f"1/{kind}/0/{MODULES.index(changed)}"
+            views[place] = arrays_of(second.stored()[place])
+            second.stored()[place] = views[place][0]
+    verdict = verify(trained(), on_two_ranks(second, views))
     assert (verdict.status == FAULT) == (module is not None), verdict
     assert module is None or verdict.place.module == module

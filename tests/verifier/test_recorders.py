@@ -15,7 +15,5 @@ CASES = [  # The functions `case_…` of the scripts.
 
 
 @pytest.mark.parametrize("package, script, name", CASES)
-def test_a_case(package, script, name, scripts, tmp_path):
-    words, processes = ("case.py", script, name), 2 if script == "torch_ranks" else 1
-    code, printed = scripts(package, *words, folder=tmp_path, processes=processes)
-    assert code == 0, f"exit code {code}: {printed[-3000:]}"
+def test_a_case(package, script, name, run):
+    run(package, "case.py", script, name, processes=2 if script == "torch_ranks" else 1)

@@ -3,9 +3,7 @@
 import functools
 import json
 import os
-import shlex
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -16,9 +14,9 @@ from lockstep.engine import verify
 from lockstep.engine.resume import first_step_of, renumbered
 from lockstep.running.launch import TrainingError
 from lockstep.running.run import Settings, verify_trainings
-from tests.conftest import ROOT
 from tests.verifier import shown
 from tests.verifier.changes import scaled
+from tests.verifier.test_same_training import command_of
 from tests.verifier.trainer import Script
 
 # Indices of variables: two weights, two buffers, then 3 arrays of state for each weight.
@@ -184,11 +182,8 @@ def test_why_a_training_cannot_be_resumed_is_told(second, told):
 
 
 def test_lockstep_run_takes_two_commands(capsys):
-    prepared = f"import sys; sys.path.append({str(ROOT)!r}); import {__name__} as t"
-    reference, first, second = (
-        shlex.join([sys.executable, "-c", f"{prepared}; t.{name}()"])
-        for name in ("record", "interrupted", "without_weights")
-    )
+    names = "record", "interrupted", "without_weights"
+    reference, first, second = (command_of(name, "test_resumed") for name in names)
     flags = f"--reference={reference}", "--tolerance=1e-4", "--json"
     assert main(["run", *flags, "--resume", f"late={first}", second]) == 9
     training = json.loads(capsys.readouterr().out)["trainings"]["late"]

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pathlib
+import shlex
 import sys
 
 import numpy as np
@@ -63,16 +64,11 @@ def wrong_and_too_large_with_modules():
     record(gradient=bent)
 
 
-def is_first_run():
-    """Whether no other training of this call has asked; its recordings are in one folder."""
-    seen = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"]).with_name("seen")
-    is_first = not seen.exists()
-    seen.touch()
-    return is_first
-
-
 def wrong_at_times():
-    not_all_reduced() if is_first_run() else two()
+    """Is wrong in the first run of a call, whose recordings are in one folder."""
+    seen = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"]).with_name("seen")
+    two() if seen.exists() else not_all_reduced()
+    seen.touch()
 
 
 def on_rank_0_of_two():
@@ -101,9 +97,15 @@ def run_by_part_in_vain():
     record()
 
 
+def command_of(training, file="test_same_training"):
+    """Returns the command that runs a training of a file."""
+    prepared = f"import sys; sys.path.append({str(ROOT)!r})"
+    imported = f"from tests.verifier.{file} import {training} as train"
+    return shlex.join([sys.executable, "-c", f"{prepared}; {imported}; print(1); train()"])
+
+
 def test_the_same_training_passes_under_any_name():
-    code = f"import sys; sys.path.append({str(ROOT)!r}); import {__name__} as t; t.two()"
-    command = [sys.executable, "-c", code]
+    command = shlex.split(command_of("two"))
     variants = {"../x": two, "reference": command, "a" * 300: (on_rank_0_of_two, 2)}
     verdicts = lockstep.assert_same_training(record, variants)
     assert [*verdicts] == [*variants]
@@ -111,17 +113,14 @@ def test_the_same_training_passes_under_any_name():
         assert verdict.ok and verdict.steps == (0, 1) and verdict.notes == ()
 
 
-def test_a_variant_that_fails_hides_no_other():
-    verdicts = verify_trainings(record, {"a": fails, "two": two}, Settings())
-    assert [verdict.status for verdict in verdicts.values()] == ["not verified", "clean"]
+def test_a_variant_that_fails_hides_no_other_and_steps_that_the_reference_lacks_are_told():
+    verdicts = verify_trainings(one_of_two_steps, {"a": fails, "two": two}, Settings())
+    found = [(verdict.status, verdict.steps) for verdict in verdicts.values()]
+    assert found == [("not verified", ()), ("not verified", (0,))]
     told = "a: the training ended with exit code 1: RuntimeError: no such device"
     assert verdicts["a"].missing == (told,)
-
-
-def test_steps_that_the_reference_lacks_are_not_verified():
-    verdict = verify_trainings(one_of_two_steps, {"two": two}, Settings())["two"]
-    assert (verdict.status, verdict.steps) == ("not verified", (0,))
-    assert verdict.missing == ("the reference lacks steps 1, which were to be recorded",)
+    lacks = "the reference lacks steps 1, which were to be recorded"
+    assert verdicts["two"].missing == (lacks,)
 
 
 def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):

@@ -70,9 +70,8 @@ def test_samples_of_sums_are_sums_of_samples(seed, elements):
     generator, sample = np.random.default_rng(seed), Sample(elements, seed=seed)
     first, second = generator.normal(size=(2, 5, 3, 2))
     one, two, both = map(sample.of, (first, second, first + second))
-    assert np.allclose(add([one, two]), both) and np.allclose(
-        scaled(one, 3.0), sample.of(3 * first)
-    )
+    assert np.allclose(add([one, two]), both)
+    assert np.allclose(scaled(one, 3.0), sample.of(3 * first))
     assert norm(one) == pytest.approx(np.linalg.norm(first))
     assert norm(scaled(one, -2.0)) == pytest.approx(2 * norm(one))
 
@@ -176,15 +175,6 @@ def test_whole_and_other_samples_are_refused():
     assert compare_traces([sampled(trace, 99), whole], {})["two.npz"].status == CLEAN
 
 
-def test_a_sampled_trace_is_written_and_read():
-    trace, target = sampled(Script().trace(), 16), io.BytesIO()
-    trace_file.save(trace, target)
-    loaded = trace_file.load(target)
-    first, second = (t.named(0, "before", 0)["dense/kernel"] for t in (trace, loaded))
-    assert isinstance(second, Sampled) and first.is_same(second) and first.norm == second.norm
-    assert loaded.about.sample == {"elements": 16, "sums": 8, "seed": 0}
-
-
 @pytest.mark.parametrize("end, array", [
     ("elements", np.zeros(15, np.float32)), ("sums", np.zeros(8)), ("sums", np.zeros(9, "f4")),
 ])  # fmt: skip
@@ -199,16 +189,17 @@ def test_a_wrong_sample_is_refused(end, array):
 # --- Recorders -----------------------------------------------------------------------------------
 
 
-def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
+def test_a_sampled_recording_is_read_and_replayed_from_its_start(tmp_path):
     path, trace = str(tmp_path / "one.npz"), sampled(Script(steps=(0, 1)).trace(), 16)
     trace_file.save(trace, path)
-    assert sample_in(path) == trace.about.sample
-    assert Request("own.npz", replay=path).sample == Sample(16) and Request(
-        "own.npz", replay=path
-    ).wanted == {0}
-    with pytest.raises(
-        ValueError, match="without the whole state before step 0; record it with st"
-    ):
+    loaded = trace_file.load(path)
+    first, second = (t.named(0, "before", 0)["dense/kernel"] for t in (trace, loaded))
+    assert isinstance(second, Sampled) and first.is_same(second) and first.norm == second.norm
+    assert sample_in(path) == loaded.about.sample == {"elements": 16, "sums": 8, "seed": 0}
+    request = Request("own.npz", replay=path)
+    assert (request.sample, request.wanted) == (Sample(16), {0})
+    told = "without the whole state before step 0; record it with st"
+    with pytest.raises(ValueError, match=told):
         States("torch", path, [0, 1], {})
     start = Script(steps=(0, 1)).trace().arrays(0, "before", 0)
     trace.put(0, "start", 0, start)
@@ -242,32 +233,21 @@ WRONG = {  # Framework and kind → bug: the node at which it is found.
 }  # fmt: skip
 
 
-@pytest.fixture
-def record(scripts, tmp_path):
-    """Returns a function that runs the script of a framework, which has to end well."""
-
-    def run(framework, *words, **options):
-        options["folder"] = tmp_path
-        code, printed = scripts(framework, f"{framework}_sampled.py", *words, **options)
-        assert code == 0, printed
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "kind"), [pytest.param(*both, marks=needs(both[0])) for both in WRONG]
 )
-def test_sampled_recordings(framework, kind, record, tmp_path):
+def test_sampled_recordings(framework, kind, run, tmp_path):
     """Faults are found in rows of an embedding of which no element is kept.
 
     The plain training starts from the state of the first one.
     """
-    record(framework, "one.npz", "plain", "start")
+    script = f"{framework}_sampled.py"
+    run(framework, script, "one.npz", "plain", "start")
     replay = ["one.npz"] if kind == "plain" else []
     processes = 2 if kind in ("fsdp", "workers") else 1
     for bug, node in {**WRONG[framework, kind], "": ""}.items():
-        record(framework, "two.npz", kind, bug, *replay, processes=processes)
+        run(framework, script, "two.npz", kind, bug, *replay, processes=processes)
         one, two = (trace_file.load(tmp_path / name) for name in ("one.npz", "two.npz"))
         verdict = verify(one, two)
         assert (verdict.status, verdict.error) == (FAULT if bug else CLEAN, ""), verdict
@@ -280,8 +260,8 @@ def test_sampled_recordings(framework, kind, record, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", [pytest.param(f, marks=needs(f)) for f in FRAMEWORKS])
-def test_large_models_are_sampled_without_being_asked(framework, record, tmp_path):
-    record(framework, "large.npz", "large")
+def test_large_models_are_sampled_without_being_asked(framework, run, tmp_path):
+    run(framework, f"{framework}_sampled.py", "large.npz", "large")
     trace = trace_file.load(tmp_path / "large.npz")
     assert trace.about.sample == {"elements": 4096, "sums": 8, "seed": 0}
     assert trace.steps == (0,) and (tmp_path / "large.npz").stat().st_size < 1 << 20

@@ -5,6 +5,7 @@ import errno
 import subprocess
 import sys
 import zipfile
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -101,13 +102,10 @@ def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
 
 
 def test_a_full_disk_leaves_an_empty_file_and_one_line(tmp_path, capsys, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path = tmp_path / "one.npz"
+    full, path = OSError(errno.ENOSPC, "No space left on device"), tmp_path / "one.npz"
     output = Output(str(path))
     assert output.add("data/0/0", array(0)) is not None and path.stat().st_size > 4000
-    monkeypatch.setattr(Writer, "_write", fail)
+    monkeypatch.setattr(Writer, "_write", mock.Mock(side_effect=full))
     assert output.add("data/0/1", array(1)) is None and output.has_failed
     output.close({})
     assert capsys.readouterr().err.count("(No space left on device)") == 1
