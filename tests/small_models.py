@@ -63,7 +63,7 @@ def momentum_sgd():
 def create(name, num_replicas, build=deep_network, optimizer_fn=None, **options):
     strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
     assert strategy.num_replicas == num_replicas
-    keras.utils.set_random_seed(7)  # Only the first replica draws what others do.
+    keras.utils.set_random_seed(7)  # Replicas draw different weights.
     strategy.build(build, optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy
 

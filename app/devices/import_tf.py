@@ -4,6 +4,7 @@ import logging
 import os
 import pathlib
 import platform
+import tempfile
 from typing import Any
 
 from app import signals
@@ -19,13 +20,15 @@ def import_tensorflow() -> Any:
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     saved = os.dup(2)  # Native code prints lines before it reads the log level.
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    with tempfile.TemporaryFile() as held_back:
+        os.dup2(held_back.fileno(), 2)
         try:
             import keras
             import tensorflow as tf
         except Exception as error:
             signals.check()  # A signal may be why the import failed.
+            held_back.seek(0)
+            os.write(saved, held_back.read())
             raise DeviceError(
                 f"TensorFlow cannot be loaded ({reason_of(error)}); install it again as in"
                 " BUILD.md, or lift the memory limit"

@@ -132,6 +132,7 @@ class Matching:
         self._match(lambda a, b: a.role in ("kernel", "scale") and a.fits(b))
         self._match(self._are_in_paired_layers())
         self._match(_Item.fits)
+        self._match(self._are_in_paired_layers())
         own, other = ([item.key for item in items] for items in self._items)
         order = {key: place for place, key in enumerate(own)}
         self.pairs.sort(key=lambda pair: order[pair.first])

@@ -677,6 +677,8 @@ def _moved(end: Named, start: Named, key: str) -> tuple[np.ndarray, np.ndarray] 
     if key not in end or not start:
         return None
     old = dense(end[key])
+    if key in start and same_bits(start[key], end[key]):
+        return np.zeros_like(old), np.abs(old)  # Also of elements that are not finite.
     new = dense(start[key]) if key in start else np.zeros_like(old)
     return (new - old, np.abs(old)) if new.shape == old.shape else None
 

@@ -183,7 +183,7 @@ def hidden_factor(look: Look) -> Finding | None:
         return None
     wrong = {n for own in look.wrong_sums.values() for n in own}
     names, found = [n for n in pair.names if n in wrong], list[Formula]()
-    if all(
+    if pair.clip_factor < 1 - EPS and all(
         same_bits(own[n], used[n])
         for own, used in zip(pair.sums, pair.used, strict=True)
         for n in names

@@ -174,7 +174,8 @@ def mean_of_means(finding: Finding, look: Look) -> str:
     if finding.seen.get("by"):
         factors = np.array(finding.given[0].factors)
         total = float(np.sum(1 / factors)) if np.all(factors > 0) else 0.0
-        numbers = [n * passes for n in (1, *look.numbers) for passes in (1, look.num_passes)]
+        numbers = {1, len(factors), *look.numbers}
+        numbers |= {number * look.num_passes for number in (1, *look.numbers)}
         is_mean = any(abs(total - number) <= len(factors) * OF_LOSS * number for number in numbers)
         text = f"losses of ranks count {_listed(factors)} times: the inverse of their parts"
         return text if is_mean else ""

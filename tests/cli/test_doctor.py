@@ -92,10 +92,12 @@ def test_the_command_on_this_machine():
 
 def test_tensorflow_that_cannot_be_loaded_is_a_finding(tmp_path):
     (tmp_path / "tensorflow").mkdir()
-    (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError('GLIBCXX_9 missing')")
+    fails = "import os; os.write(2, b'NumPy 1 is needed'); raise ImportError('GLIBCXX_9 missing')"
+    (tmp_path / "tensorflow" / "__init__.py").write_text(fails)
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = run_main("doctor", "--dataset=synthetic", env={"PYTHONPATH": paths})
     assert result.returncode == 6
+    assert "NumPy 1 is needed" in result.stderr  # What the libraries say is held back until then.
     assert "TensorFlow cannot be loaded (GLIBCXX_9 missing)" in result.stderr
     assert "✗ TensorFlow " in result.stdout
     assert "pip install -r " in result.stdout.splitlines()[-1]

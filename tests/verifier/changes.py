@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 
-from lockstep.data.trace import STATE, WEIGHT, Trace, Variable
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
 from lockstep.engine.solve import rounded
 from tests.verifier.trainer import (
     UPDATES,
@@ -223,6 +223,11 @@ def clip(replica, gradients, limit=0.1, constant=0.0):
     return [g * np.float32(min(1, limit / norm)) for g in gradients]
 
 
+def clipping(script, weights, gradients, state):
+    """An optimizer that clips what it gets."""
+    UPDATES[script.optimizer](script, weights, clip(0, gradients), state)
+
+
 def small_clip(constant):
     """Gradients of about 1e-4, clipped with a constant beside their norm."""
     of_norm = functools.partial(clip, limit=1e-5, constant=constant)
@@ -365,6 +370,14 @@ def residuals(loaded_at=9):
     """Each replica has its own; from a step on, all have that of replica 0."""
     residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
     return with_variable(residual, lambda at, r, _: 1 + r * (at < loaded_at))
+
+
+def masked(changed_at):
+    """A statistic with an infinite element, of which another one changes before a step."""
+    return with_variable(
+        Variable("mask", STATISTIC),
+        lambda at, r, _: np.array([0, -np.inf, 1, 2, 50 * (at >= changed_at)]),
+    )
 
 
 def with_head(value_of):

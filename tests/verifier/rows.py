@@ -26,6 +26,7 @@ GROUP = in_each_step({"weights": [*WEIGHTS]})
 FEW_DIGITS = {"update": in_few_digits}
 OF_CLASSES = {"about": MUON, "gradient": over_classes, "update": orthogonalised}
 BIAS_LATE = bias_times(lambda step, r: step == 3)
+IN_OPTIMIZER, NOT_CLIPPED = {"update": clipping}, without("clipped")
 NO_GRADIENT = zero_in(0, 1, 2, 3)
 DRAWN = random_states(lambda step, r: [step] * 4, 1)
 
@@ -163,6 +164,8 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         {**in_groups(), **times(1.1), "shard": lambda rows, r, n: np.array_split(rows, n)[r]}),
     "larger beside products in TF32": ("gradient: wrong_factor", IN_TF32, times(1.1)),
     "a factor of small gradients": ("gradient: wrong_factor", times(1e-4), times(1.007e-4)),
+    "sum hidden by an optimizer that clips": ("sum: wrong_factor",
+        {**IN_OPTIMIZER, **NOT_CLIPPED}, {**SUMMED, **NOT_CLIPPED}),
     "sum hidden by clipping": ("gradient: wrong_factor", CLIPPED, {**SUMMED, **scaled(2, "raw")}),
     "frozen": ("gradient: frozen", {}, bias_times(lambda step, r: 0)),
     "no gradient": ("gradient: frozen", {}, without("raw sums clipped", index=1)),
@@ -215,6 +218,8 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
     "a weight that is left alone": ("between: changed_on_its_own", left(1.01), {}),
     "residuals of replica 0": ("between: changed_on_its_own",
         residuals(), {**OWN, **residuals(3)}, 1),
+    "beside an infinite element": ("between: changed_on_its_own",
+        masked(9), {**OWN, **masked(3)}, 1),
     "a bit of the momentum changes": ("between: changed_on_its_own", {}, last_bits(3, 1, 4), 1),
     "momentum is 0 again": ("between: state_lost",
         {}, own_states(lambda a, at, r, index: a * ((at, index) != (3, 4))) | REPLAYED, 1),

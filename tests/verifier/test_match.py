@@ -85,6 +85,15 @@ def jax_list(start=0):
     return trace("jax", *(weight(f"net/w{i + start}", w) for i, w in enumerate(SQUARE[:3])))
 
 
+def adapters(framework, first, second):
+    """Two layers, each with a matrix of values and one of zeros, which all have one shape."""
+    return trace(framework, *(
+        weight(name.format(number), value)
+        for number, size in ((1, 4), (2, 8))
+        for name, value in ((first, values((2, size))), (second, np.zeros((4, 2))))
+    ))  # fmt: skip
+
+
 ALL = {  # Two traces, and one of the pairs; all variables have a partner.
     "names with a common part, in another order": (
         CODERS, coders("torch", **{"module.dec": SQUARE[1], "module.enc": SQUARE[0]}),
@@ -102,6 +111,10 @@ ALL = {  # Two traces, and one of the pairs; all variables have a partner.
     "keys of JAX in another order": (
         CODERS, coders("jax", decoder=SQUARE[1], encoder=SQUARE[0] + 1e-9),
         ("dec/bias", "decoder/b"),
+    ),
+    "zeros, by the layer of what is matched": (
+        adapters("torch", "l{}.lora_A", "l{}.lora_B"), adapters("jax", "m{}.a", "m{}.b"),
+        ("l2.lora_B", "m2.b"),
     ),
     "numbers that start elsewhere": (jax_list(), jax_list(1), ("net/w1", "net/w2")),
     "normalisations": (
