@@ -163,7 +163,6 @@ WRONG = {  # Name → what is said, both trainings, and the step, if it is not 0
         in_groups(),
         {**in_groups(), **times(1.1), "shard": lambda rows, r, n: np.array_split(rows, n)[r]}),
     "larger beside products in TF32": ("gradient: wrong_factor", IN_TF32, times(1.1)),
-    "a factor of small gradients": ("gradient: wrong_factor", times(1e-4), times(1.007e-4)),
     "sum hidden by an optimizer that clips": ("sum: wrong_factor",
         {**IN_OPTIMIZER, **NOT_CLIPPED}, {**SUMMED, **NOT_CLIPPED}),
     "sum hidden by clipping": ("gradient: wrong_factor", CLIPPED, {**SUMMED, **scaled(2, "raw")}),
