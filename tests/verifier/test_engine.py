@@ -183,6 +183,12 @@ def test_without_gradients_what_permuted_examples_move_is_rounding():
     assert (verdict.status, verdict.name) == (FAULT, "wrong_factor"), str(verdict)
 
 
+@pytest.mark.parametrize("tolerance, status", [(0.02, CLEAN), (0.005, FAULT)])
+def test_a_tolerance_is_a_part_of_each_gradient(tolerance, status):
+    traces = [script.trace(f"{n}.npz") for n, script in enumerate(pair({}, times(1.01)))]
+    assert verify(*traces, tolerance=tolerance).status == status
+
+
 def raises(*args):
     raise KeyError("broken")
 
