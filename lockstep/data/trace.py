@@ -89,7 +89,7 @@ class Shard(NamedTuple):
     """A part of a batch: the replica that computes it, and its relative size."""
 
     replica: int
-    weight: float = 1.0
+    weight: float
 
 
 class Mesh(NamedTuple):

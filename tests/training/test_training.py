@@ -265,8 +265,7 @@ def check_records(run_dir, summary):
 def test_more_epochs_resume_from_what_is_saved(dataset, tmp_path, whole, monkeypatch):
     progress = unittest.mock.Mock()
     train(dataset, tmp_path, epochs=1, on_progress=progress)
-    # At the start, after each of 5 steps, a batch of the evaluation, the save, and the epoch.
-    assert progress.call_count == 9
+    assert progress.call_count == 9  # Start, 5 steps, a batch of the evaluation, save, epoch.
     monkeypatch.setattr(loops, "_CALL_SEC", 1e9)  # Calls end where a checkpoint is due.
     summary = train(dataset, tmp_path, checkpoint_every=4)
     assert summary["weights_sha256"] == whole[1]["weights_sha256"]

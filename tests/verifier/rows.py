@@ -232,6 +232,8 @@ NOTES = {  # Name → both trainings, and what is noted.
     "a weight without a change": ({"clip": lambda replica, g: [g[0], 0 * g[1]]}, {},
         "1 of 2 weights change in no step: dense/bias"),
     "no gradients": (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS, "gradients are not compared: they are"),
+    "time first": (edit(np.transpose, "data"), edit(np.transpose, "data"),
+        "examples are not compared: they are the second axis of the inputs"),
     "further steps": ({"steps": (0, 1)}, {"steps": (0, 1, 2)}, "the reference lacks steps 2"),
     "skipped updates": (SKIPPED, {}, "1 updates are skipped, as gradients"),
     "not loaded": ({}, {"about": {**REPLAYED["about"], "not_loaded": ("norm/moving_mean",)}},

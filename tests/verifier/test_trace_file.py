@@ -69,8 +69,8 @@ def test_one_file_is_read_bit_for_bit(tmp_path):
 
 def test_what_is_saved_is_loaded(tmp_path):
     description = dataclasses.replace(
-        trace_samples.trace().about, shards=(Shard(0, 0.5), Shard(0), Shard(1, 0.5), Shard(1)),
-        num_copies=2, settings=(), micro_batches=(2, 1),
+        trace_samples.trace().about, num_copies=2, settings=(), micro_batches=(2, 1),
+        shards=tuple(Shard(replica, weight) for replica in (0, 1) for weight in (0.5, 1.0)),
         optimizer={"class": "SGD", "momentum": np.float32(0.5)},
     )  # fmt: skip
     trace, large = Trace(description), np.arange(30_000.0)
