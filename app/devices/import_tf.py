@@ -25,6 +25,13 @@ def import_tensorflow() -> Any:
         try:
             import keras
             import tensorflow as tf
+
+            keras.config.set_floatx("float32")  # A user's keras.json may change it.
+            keras.config.set_image_data_format("channels_last")
+            # TensorFlow would compute a chain of additions (a + b) + c with one `AddN`, in another
+            # order: with three or more replicas, `manual` and `mirrored` would differ in the last
+            # bit.
+            tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         except Exception as error:
             signals.check()  # A signal may be why the import failed.
             held_back.seek(0)
@@ -36,9 +43,4 @@ def import_tensorflow() -> Any:
         finally:
             os.dup2(saved, 2)
             os.close(saved)
-    keras.config.set_floatx("float32")  # A user's keras.json may change it.
-    keras.config.set_image_data_format("channels_last")
-    # TensorFlow would compute a chain of additions (a + b) + c with one `AddN`, in another order:
-    # with three or more replicas, `manual` and `mirrored` would differ in the last bit.
-    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     return tf

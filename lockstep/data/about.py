@@ -212,8 +212,8 @@ def _requirements_of_mesh(about: About) -> Iterator[tuple[str, Any, str]]:
         yield "mesh", not any(others), "given, as other keys describe its ranks"
         return
     yield "mesh", all(mesh.axes) and all(n > 0 for n in mesh.axes.values()), "of positive sizes"
-    yield "mesh", mesh.size <= MAX_REPLICAS, f"of at most {MAX_REPLICAS} ranks"
     yield "mesh", len(mesh.axes) <= _MAX_AXES, f"of at most {_MAX_AXES} axes"
+    yield "mesh", mesh.size <= MAX_REPLICAS, f"of at most {MAX_REPLICAS} ranks"
     are_axes = {*about.data_axes} <= {*mesh.axes}
     yield "data_axes", are_axes and len({*about.data_axes}) == len(about.data_axes), "axes of mesh"
     number = mesh.num_replicas
