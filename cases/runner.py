@@ -173,7 +173,7 @@ class Runner:
         self._has_ended, self._lock = False, threading.Lock()
         try:
             self._keep.mkdir(parents=True, exist_ok=True)
-            self._locked = open(self._keep / ".lock", "w")  # noqa: SIM115 (until the runner ends)
+            self._locked = open(self._keep / ".lock", "a")  # noqa: SIM115 (until the runner ends)
             fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CannotRunError(f"{keep} is used by another run") from None
