@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import keras
 import numpy as np
 import pytest
 
@@ -75,6 +74,8 @@ def test_workers_talk(per_worker):
 
 def normalise(devices):
     """Trains with BatchNorm, and hands its statistics around."""
+    import keras
+
     from app.errors import ReplicaDivergenceError
     from app.training.checks import check_copies
     from strategies import load_strategy_class

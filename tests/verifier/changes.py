@@ -230,8 +230,7 @@ def clipping(script, weights, gradients, state):
 
 def small_clip(constant):
     """Gradients of about 1e-4, clipped with a constant beside their norm."""
-    of_norm = functools.partial(clip, limit=1e-5, constant=constant)
-    return {**times(1e-4), "clip": of_norm}
+    return {**times(1e-4), "clip": functools.partial(clip, limit=1e-5, constant=constant)}
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
